@@ -1,0 +1,1 @@
+"""The backends. Each package offers `supports`, `forward` and `backward`; none imports another."""

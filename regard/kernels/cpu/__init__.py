@@ -1,0 +1,5 @@
+from regard.problem import Problem
+
+
+def supports(problem: Problem) -> str | None:
+    return "not written yet"
