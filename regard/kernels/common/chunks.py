@@ -1,0 +1,98 @@
+"""Head dimensions as tuples of chunks.
+
+A tile's head dimension is a sum of powers of two (80 = 64 + 16, 192 = 128 + 64), and operands and
+accumulators are tuples with one tensor a chunk, so that no product is padded to the next power of two.
+"""
+
+import triton
+import triton.language as tl
+
+
+def split(head_dim: int) -> tuple[int, ...]:
+    """The chunks that cover head_dim: one or two powers of two from 16 to 256, the least padded sum."""
+    sizes = (16, 32, 64, 128, 256)
+    sums = [(a,) for a in sizes] + [(a, b) for a in sizes for b in sizes if b <= a]
+    return min((s for s in sums if sum(s) >= head_dim), key=lambda s: (sum(s), len(s)))
+
+
+@triton.jit
+def load(
+    base, rows, row_stride, limit, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr
+):
+    """Rows of (.., HEAD_DIM) at base as a tuple of (rows, chunk) tiles; 0 past limit where MASK_ROWS."""
+    tiles = ()
+    for i in tl.static_range(len(CHUNKS)):
+        start = 0
+        for j in tl.static_range(i):
+            start += CHUNKS[j]
+        columns = start + tl.arange(0, CHUNKS[i])
+        pointers = base + rows[:, None] * row_stride + columns[None, :]
+        # Only the last chunk can be padded.
+        if (i == len(CHUNKS) - 1) and (start + CHUNKS[i] > HEAD_DIM):
+            mask = columns[None, :] < HEAD_DIM
+            if MASK_ROWS:
+                mask = mask & (rows[:, None] < limit)
+            tile = tl.load(pointers, mask=mask, other=0.0)
+        elif MASK_ROWS:
+            tile = tl.load(pointers, mask=rows[:, None] < limit, other=0.0)
+        else:
+            tile = tl.load(pointers)
+        tiles = tiles + (tile,)
+    return tiles
+
+
+@triton.jit
+def store(base, rows, row_stride, limit, tiles, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Write the tuple of tiles to rows below limit."""
+    for i in tl.static_range(len(CHUNKS)):
+        start = 0
+        for j in tl.static_range(i):
+            start += CHUNKS[j]
+        columns = start + tl.arange(0, CHUNKS[i])
+        pointers = base + rows[:, None] * row_stride + columns[None, :]
+        mask = (rows[:, None] < limit) & (columns[None, :] < HEAD_DIM)
+        tl.store(pointers, tiles[i].to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, CHUNKS: tl.constexpr):
+    tiles = ()
+    for i in tl.static_range(len(CHUNKS)):
+        tiles = tiles + (tl.full([ROWS, CHUNKS[i]], 0.0, tl.float32),)
+    return tiles
+
+
+@triton.jit
+def scale(tiles, factor):
+    """Each row of the tiles times its factor."""
+    scaled = ()
+    for i in tl.static_range(len(tiles)):
+        scaled = scaled + (tiles[i] * factor[:, None],)
+    return scaled
+
+
+@triton.jit
+def keep(tiles, exists):
+    """The tiles with rows that do not exist set to 0, whatever they held."""
+    kept = ()
+    for i in tl.static_range(len(tiles)):
+        kept = kept + (tl.where(exists[:, None], tiles[i], 0.0),)
+    return kept
+
+
+@triton.jit
+def inner(a, b, PRECISION: tl.constexpr):
+    """a · bᵀ over the head dimension: tuples of (M, chunk) and (N, chunk) -> (M, N) in float32."""
+    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(a)):
+        product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def accumulate(tiles, weights, b, PRECISION: tl.constexpr):
+    """tiles + weights · b: weights (M, N), b a tuple of (N, chunk), tiles a tuple of (M, chunk)."""
+    sums = ()
+    for i in tl.static_range(len(tiles)):
+        sums = sums + (tl.dot(weights, b[i], tiles[i], input_precision=PRECISION),)
+    return sums

@@ -1,0 +1,295 @@
+"""Backward, deterministic by construction: no atomics, every gradient summed in one program's order.
+
+    delta_kernel   delta = rowsum(dO∘O) − dlse, and lse in base 2 (+inf where a row sees nothing)
+    dkdv_kernel    one program a key tile and key head: over the query heads of the group, over the
+                   query tiles that see it:   sᵀ = k·qᵀ   pᵀ = 2^(sᵀ − lse)   dv += pᵀ·dO
+                                              dpᵀ = v·dOᵀ   dsᵀ = pᵀ(dpᵀ − delta)   dk += dsᵀ·q
+    dq_kernel      one program a query tile and head: over the key tiles it sees:   dq += ds·k
+
+Seven products a tile pair where a kernel with atomics needs five, but no float32 dq in memory, no
+second pass over it and the same bits every run.
+"""
+
+import triton
+import triton.language as tl
+
+from regard.kernels.common import chunks, ranges, softmax
+from regard.kernels.common.tiles import locate
+
+_SIZES = ["rows_q", "rows_k", "heads_q", "group", "tiles", "stats_batch", "stats_head", "stats_delta"]
+_VALUES = ["scale", "softcap", "left", "right"]
+UNALIGNED = ["lse_ptr", "dlse_ptr", "stats_ptr", "table_ptr", "used_q_ptr", "used_k_ptr"]
+
+
+def _strides(*names: str) -> list[str]:
+    return [f"{t}_{s}" for t in names for s in ("batch", "row", "head")]
+
+
+@triton.jit(
+    do_not_specialize=[*_strides("out", "dout", "dlse"), "rows", "heads", "tiles", "stats_delta"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
+def delta_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr,
+    out_batch: tl.int64, out_row: tl.int64, out_head: tl.int64,
+    dout_batch: tl.int64, dout_row: tl.int64, dout_head: tl.int64,
+    dlse_batch: tl.int64, dlse_row: tl.int64, dlse_head: tl.int64,
+    rows: tl.int32, heads: tl.int32, tiles: tl.int32, stats_delta: tl.int64,
+    UNIT: tl.constexpr, HAS_DLSE: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """stats[0] = lse in base 2, stats[1] = delta, both (batch, heads, rows) like lse.
+
+    A row that sees no key, or does not exist, has lse -inf. It gets lse +inf and delta 0 here, which makes
+    every probability of it exactly 0 in the kernels below, whatever its dout holds.
+    """
+    program = tl.program_id(0)
+    head = (program // tiles) % heads
+    batch = ((program // tiles) // heads).to(tl.int64)
+    row = (program % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row64 = row.to(tl.int64)
+    out_base = out_ptr + batch * (out_batch * UNIT) + head * (out_head * UNIT)
+    dout_base = dout_ptr + batch * (dout_batch * UNIT) + head * (dout_head * UNIT)
+    out = chunks.load(out_base, row64, out_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V, True)
+    dout = chunks.load(dout_base, row64, dout_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V, True)
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    for i in tl.static_range(len(CHUNKS_V)):
+        delta += tl.sum(out[i].to(tl.float32) * dout[i].to(tl.float32), 1)
+    inside = row < rows
+    if HAS_DLSE:
+        dlse_base = dlse_ptr + batch * dlse_batch + head * dlse_head
+        delta -= tl.load(dlse_base + row64 * dlse_row, mask=inside, other=0.0)
+    at = (batch * heads + head) * rows + row64
+    lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"))
+    empty = lse == float("-inf")
+    tl.store(stats_ptr + at, tl.where(empty, float("inf"), lse * softmax.LOG2E), mask=inside)
+    tl.store(stats_ptr + stats_delta + at, tl.where(empty, 0.0, delta), mask=inside)
+
+
+@triton.jit
+def probabilities(s, lse, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """(p, dscore): p = 2^(score - lse), and the score's derivative by s up to the scale (1 without softcap)."""
+    if HAS_SOFTCAP:
+        t = softmax.tanh(s * (scale / softcap))
+        return tl.exp2(t * (softcap * softmax.LOG2E) - lse), 1.0 - t * t
+    else:
+        return tl.exp2(s * (scale * softmax.LOG2E) - lse), 1.0
+
+
+@triton.jit
+def dkdv_tile(
+    dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, stats_delta, first, keys, offset, used_q, used_k,
+    scale, softcap, left, right,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One query tile into (dk, dv). Keys past used_k need no mask: their rows of dk and dv are not kept."""
+    rows = tl.arange(0, BLOCK_M)
+    q_tile = q_base + first * q_row
+    dout_tile = dout_base + first * dout_row
+    remaining = used_q - first
+    q = chunks.load(q_tile, rows, q_row, remaining, CHUNKS, HEAD_DIM, MASKED)
+    if MASKED:
+        lse = tl.load(stats_base + first + rows, mask=rows < remaining, other=float("inf"))
+        delta = tl.load(stats_base + stats_delta + first + rows, mask=rows < remaining, other=0.0)
+    else:
+        lse = tl.load(stats_base + first + rows)
+        delta = tl.load(stats_base + stats_delta + first + rows)
+    s = chunks.inner(k, q, PRECISION)  # (BLOCK_N, BLOCK_M)
+    p, dscore = probabilities(s, lse[None, :], scale, softcap, HAS_SOFTCAP)
+    if MASKED:
+        seen = ranges.visible(
+            (first + rows)[None, :], keys[:, None], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
+        )
+        p = tl.where(seen, p, 0.0)
+    dout = chunks.load(dout_tile, rows, dout_row, remaining, CHUNKS_V, HEAD_DIM_V, MASKED)
+    dv = chunks.accumulate(dv, p.to(dout[0].dtype), dout, PRECISION)
+    dp = chunks.inner(v, dout, PRECISION)
+    ds = p * (dp - delta[None, :]) * dscore
+    dk = chunks.accumulate(dk, ds.to(q[0].dtype), q, PRECISION)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[*_strides("q", "k", "v", "dout", "dk", "dv"), *_SIZES, *_VALUES],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, stats_ptr, table_ptr, used_q_ptr, used_k_ptr,
+    q_batch: tl.int64, q_row: tl.int64, q_head: tl.int64,
+    k_batch: tl.int64, k_row: tl.int64, k_head: tl.int64,
+    v_batch: tl.int64, v_row: tl.int64, v_head: tl.int64,
+    dout_batch: tl.int64, dout_row: tl.int64, dout_head: tl.int64,
+    dk_batch: tl.int64, dk_row: tl.int64, dk_head: tl.int64,
+    dv_batch: tl.int64, dv_row: tl.int64, dv_head: tl.int64,
+    rows_q: tl.int32, rows_k: tl.int32, heads_q: tl.int32, group: tl.int32, tiles: tl.int32,
+    stats_batch: tl.int64, stats_head: tl.int64, stats_delta: tl.int64,
+    scale: tl.float32, softcap: tl.float32, left: tl.int32, right: tl.int32,
+    UNIT: tl.constexpr, PACKED: tl.constexpr, HAS_USED_Q: tl.constexpr, HAS_USED_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    heads_k = heads_q // group
+    tile_index = program % tiles  # early key tiles see most rows of causal: they come first
+    head_k = (program // tiles) % heads_k
+    batch = (program // tiles) // heads_k
+    start, length, used_k, first, q_start, used_q = locate(
+        tile_index, batch, table_ptr, used_k_ptr, used_q_ptr, rows_k, rows_q,
+        PACKED, HAS_USED_K, HAS_USED_Q, BLOCK_N,
+    )  # fmt: skip
+    if first >= length:
+        return  # a spare slot
+
+    start = start.to(tl.int64)
+    q_start = q_start.to(tl.int64)
+    b = batch.to(tl.int64)
+    first64 = first.to(tl.int64)
+    q_row = q_row * UNIT
+    dout_row = dout_row * UNIT
+    k_base = k_ptr + b * (k_batch * UNIT) + (start + first64) * (k_row * UNIT) + head_k * (k_head * UNIT)
+    v_base = v_ptr + b * (v_batch * UNIT) + (start + first64) * (v_row * UNIT) + head_k * (v_head * UNIT)
+    tile = tl.arange(0, BLOCK_N)
+    k = chunks.load(k_base, tile, k_row * UNIT, used_k - first, CHUNKS, HEAD_DIM, True)
+    v = chunks.load(v_base, tile, v_row * UNIT, used_k - first, CHUNKS_V, HEAD_DIM_V, True)
+    dk = chunks.zeros(BLOCK_N, CHUNKS)
+    dv = chunks.zeros(BLOCK_N, CHUNKS_V)
+
+    offset = used_k - used_q
+    keys = first + tile
+    last = tl.minimum(first + BLOCK_N, used_k) - 1
+    rows = tl.where(first < used_k, used_q, 0)  # keys that do not exist are seen by nothing
+    begin, full_begin, full_end, end = ranges.visible_tiles(
+        first, last, -offset, right, left, rows, BLOCK_M, HAS_RIGHT, HAS_LEFT
+    )
+    for head in range(head_k * group, head_k * group + group):
+        q_base = q_ptr + b * (q_batch * UNIT) + q_start * q_row + head * (q_head * UNIT)
+        dout_base = dout_ptr + b * (dout_batch * UNIT) + q_start * dout_row + head * (dout_head * UNIT)
+        stats_base = stats_ptr + b * stats_batch + head * stats_head + q_start
+        for i in range(full_begin, full_end):
+            dk, dv = dkdv_tile(
+                dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, stats_delta,
+                i * BLOCK_M, keys, offset, used_q, used_k, scale, softcap, left, right,
+                False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+                CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
+            )  # fmt: skip
+        for n in range(0, end - begin - (full_end - full_begin)):
+            i = ranges.masked_tile(n, begin, full_begin, full_end)
+            dk, dv = dkdv_tile(
+                dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, stats_delta,
+                i * BLOCK_M, keys, offset, used_q, used_k, scale, softcap, left, right,
+                True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+                CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
+            )  # fmt: skip
+
+    dk_base = dk_ptr + b * (dk_batch * UNIT) + (start + first64) * (dk_row * UNIT) + head_k * (dk_head * UNIT)
+    dv_base = dv_ptr + b * (dv_batch * UNIT) + (start + first64) * (dv_row * UNIT) + head_k * (dv_head * UNIT)
+    exists = keys < used_k
+    dk = chunks.keep(chunks.scale(dk, tl.full([BLOCK_N], scale, tl.float32)), exists)
+    chunks.store(dk_base, tile, dk_row * UNIT, length - first, dk, CHUNKS, HEAD_DIM)
+    chunks.store(dv_base, tile, dv_row * UNIT, length - first, chunks.keep(dv, exists), CHUNKS_V, HEAD_DIM_V)
+
+
+@triton.jit
+def dq_tile(
+    dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, first, rows, offset, used_q, used_k,
+    scale, softcap, left, right,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One key tile into dq."""
+    keys = tl.arange(0, BLOCK_N)
+    k_tile = k_base + first * k_row
+    v_tile = v_base + first * v_row
+    remaining = used_k - first
+    k = chunks.load(k_tile, keys, k_row, remaining, CHUNKS, HEAD_DIM, MASKED)
+    v = chunks.load(v_tile, keys, v_row, remaining, CHUNKS_V, HEAD_DIM_V, MASKED)
+    s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
+    p, dscore = probabilities(s, lse[:, None], scale, softcap, HAS_SOFTCAP)
+    if MASKED:
+        seen = ranges.visible(
+            rows[:, None], (first + keys)[None, :], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
+        )
+        p = tl.where(seen, p, 0.0)
+    dp = chunks.inner(dout, v, PRECISION)
+    ds = p * (dp - delta[:, None]) * dscore
+    return chunks.accumulate(dq, ds.to(k[0].dtype), k, PRECISION)
+
+
+@triton.jit(
+    do_not_specialize=[*_strides("q", "k", "v", "dout", "dq"), *_SIZES, *_VALUES],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, stats_ptr, table_ptr, used_q_ptr, used_k_ptr,
+    q_batch: tl.int64, q_row: tl.int64, q_head: tl.int64,
+    k_batch: tl.int64, k_row: tl.int64, k_head: tl.int64,
+    v_batch: tl.int64, v_row: tl.int64, v_head: tl.int64,
+    dout_batch: tl.int64, dout_row: tl.int64, dout_head: tl.int64,
+    dq_batch: tl.int64, dq_row: tl.int64, dq_head: tl.int64,
+    rows_q: tl.int32, rows_k: tl.int32, heads_q: tl.int32, group: tl.int32, tiles: tl.int32,
+    stats_batch: tl.int64, stats_head: tl.int64, stats_delta: tl.int64,
+    scale: tl.float32, softcap: tl.float32, left: tl.int32, right: tl.int32,
+    UNIT: tl.constexpr, PACKED: tl.constexpr, HAS_USED_Q: tl.constexpr, HAS_USED_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    tile_index = program % tiles
+    head = (program // tiles) % heads_q
+    batch = (program // tiles) // heads_q
+    if HAS_RIGHT and not PACKED:
+        tile_index = tiles - 1 - tile_index  # the longest rows of causal first
+    start, length, used_q, first, k_start, used_k = locate(
+        tile_index, batch, table_ptr, used_q_ptr, used_k_ptr, rows_q, rows_k,
+        PACKED, HAS_USED_Q, HAS_USED_K, BLOCK_M,
+    )  # fmt: skip
+    if first >= length:
+        return  # a spare slot
+
+    k_start = k_start.to(tl.int64)
+    b = batch.to(tl.int64)
+    at = start.to(tl.int64) + first.to(tl.int64)
+    k_row = k_row * UNIT
+    v_row = v_row * UNIT
+    q_base = q_ptr + b * (q_batch * UNIT) + at * (q_row * UNIT) + head * (q_head * UNIT)
+    dout_base = dout_ptr + b * (dout_batch * UNIT) + at * (dout_row * UNIT) + head * (dout_head * UNIT)
+    dq_base = dq_ptr + b * (dq_batch * UNIT) + at * (dq_row * UNIT) + head * (dq_head * UNIT)
+    k_base = k_ptr + b * (k_batch * UNIT) + k_start * k_row + (head // group) * (k_head * UNIT)
+    v_base = v_ptr + b * (v_batch * UNIT) + k_start * v_row + (head // group) * (v_head * UNIT)
+    stats_base = stats_ptr + b * stats_batch + head * stats_head + at
+
+    tile = tl.arange(0, BLOCK_M)
+    rows = first + tile
+    exists = rows < used_q
+    q = chunks.load(q_base, tile, q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM, True)
+    dout = chunks.load(dout_base, tile, dout_row * UNIT, used_q - first, CHUNKS_V, HEAD_DIM_V, True)
+    lse = tl.load(stats_base + tile, mask=exists, other=float("inf"))
+    delta = tl.load(stats_base + stats_delta + tile, mask=exists, other=0.0)
+    dq = chunks.zeros(BLOCK_M, CHUNKS)
+
+    offset = used_k - used_q
+    last = tl.minimum(first + BLOCK_M, used_q) - 1
+    keys = tl.where(first < used_q, used_k, 0)  # rows that do not exist see nothing
+    begin, full_begin, full_end, end = ranges.visible_tiles(
+        first, last, offset, left, right, keys, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+    for j in range(full_begin, full_end):
+        dq = dq_tile(
+            dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
+            scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    for i in range(0, end - begin - (full_end - full_begin)):
+        j = ranges.masked_tile(i, begin, full_begin, full_end)
+        dq = dq_tile(
+            dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
+            scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    dq = chunks.keep(chunks.scale(dq, tl.full([BLOCK_M], scale, tl.float32)), lse != float("inf"))
+    chunks.store(dq_base, tile, dq_row * UNIT, length - first, dq, CHUNKS, HEAD_DIM)

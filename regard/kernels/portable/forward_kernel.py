@@ -1,0 +1,132 @@
+"""Forward: one program a query tile and query head, a running softmax over the key tiles it sees.
+
+    q tile ─┐
+            ├─ s = q·kᵀ ─ softcap ─ mask ─ p = 2^(s·scale − m) ─ acc = acc·α + p·v ─ out, lse
+    k, v ───┘   (key tiles seen whole first, without a mask; then the ones at the edges, with it)
+"""
+
+import triton
+import triton.language as tl
+
+from regard.kernels.common import chunks, ranges, softmax
+from regard.kernels.common.tiles import locate
+
+RUNTIME = [
+    *(f"{t}_{s}" for t in ("q", "k", "v", "out") for s in ("batch", "row", "head")),
+    *("rows_q", "rows_k", "heads_q", "group", "tiles", "lse_batch", "lse_head"),
+    *("scale", "softcap", "left", "right"),
+]
+UNALIGNED = ["lse_ptr", "sinks_ptr", "table_ptr", "used_q_ptr", "used_k_ptr"]
+
+
+@triton.jit
+def capped(s, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """The score in base 2 up to a factor: (s, that factor). Without softcap the factor folds the scale."""
+    if HAS_SOFTCAP:
+        return softmax.tanh(s * (scale / softcap)), softcap * softmax.LOG2E
+    else:
+        return s, scale * softmax.LOG2E
+
+
+@triton.jit
+def attend(
+    acc, m, l, q, k_base, v_base, k_row, v_row, first, rows, offset, used_q, used_k,
+    scale, softcap, left, right,
+    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One key tile into (acc, m, l)."""
+    keys = tl.arange(0, BLOCK_N)
+    k_tile = k_base + first * k_row
+    v_tile = v_base + first * v_row
+    remaining = used_k - first
+    k = chunks.load(k_tile, keys, k_row, remaining, CHUNKS, HEAD_DIM, MASKED)
+    s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
+    s, factor = capped(s, scale, softcap, HAS_SOFTCAP)
+    if MASKED:
+        seen = ranges.visible(
+            rows[:, None], (first + keys)[None, :], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
+        )
+        s = tl.where(seen, s, float("-inf"))
+    p, m, l, alpha = softmax.running_softmax(s, factor, m, l, MASKED)
+    v = chunks.load(v_tile, keys, v_row, remaining, CHUNKS_V, HEAD_DIM_V, MASKED)
+    acc = chunks.accumulate(chunks.scale(acc, alpha), p.to(v[0].dtype), v, PRECISION)
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, used_q_ptr, used_k_ptr,
+    q_batch: tl.int64, q_row: tl.int64, q_head: tl.int64,
+    k_batch: tl.int64, k_row: tl.int64, k_head: tl.int64,
+    v_batch: tl.int64, v_row: tl.int64, v_head: tl.int64,
+    out_batch: tl.int64, out_row: tl.int64, out_head: tl.int64,
+    rows_q: tl.int32, rows_k: tl.int32, heads_q: tl.int32, group: tl.int32, tiles: tl.int32,
+    lse_batch: tl.int64, lse_head: tl.int64,
+    scale: tl.float32, softcap: tl.float32, left: tl.int32, right: tl.int32,
+    UNIT: tl.constexpr, PACKED: tl.constexpr, HAS_USED_Q: tl.constexpr, HAS_USED_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Strides are in units of UNIT elements: the factor tells the compiler how the rows are aligned."""
+    program = tl.program_id(0)
+    tile_index = program % tiles
+    head = (program // tiles) % heads_q
+    batch = (program // tiles) // heads_q
+    if HAS_RIGHT and not PACKED:
+        tile_index = tiles - 1 - tile_index  # the longest rows of causal first
+    start, length, used_q, first, k_start, used_k = locate(
+        tile_index, batch, table_ptr, used_q_ptr, used_k_ptr, rows_q, rows_k,
+        PACKED, HAS_USED_Q, HAS_USED_K, BLOCK_M,
+    )  # fmt: skip
+    if first >= length:
+        return  # a spare slot
+
+    start = start.to(tl.int64)
+    k_start = k_start.to(tl.int64)
+    b = batch.to(tl.int64)
+    k_row = k_row * UNIT
+    v_row = v_row * UNIT
+    q_base = q_ptr + b * (q_batch * UNIT) + start * (q_row * UNIT) + head * (q_head * UNIT)
+    out_base = out_ptr + b * (out_batch * UNIT) + start * (out_row * UNIT) + head * (out_head * UNIT)
+    k_base = k_ptr + b * (k_batch * UNIT) + k_start * k_row + (head // group) * (k_head * UNIT)
+    v_base = v_ptr + b * (v_batch * UNIT) + k_start * v_row + (head // group) * (v_head * UNIT)
+    lse_base = lse_ptr + b * lse_batch + head * lse_head + start
+
+    rows = first + tl.arange(0, BLOCK_M)
+    q_tile = q_base + first * (q_row * UNIT)
+    q = chunks.load(q_tile, tl.arange(0, BLOCK_M), q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM, True)
+    acc = chunks.zeros(BLOCK_M, CHUNKS_V)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+
+    offset = used_k - used_q
+    last = tl.minimum(first + BLOCK_M, used_q) - 1
+    keys = tl.where(first < used_q, used_k, 0)  # rows that do not exist see nothing
+    begin, full_begin, full_end, end = ranges.visible_tiles(
+        first, last, offset, left, right, keys, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+    for j in range(full_begin, full_end):
+        acc, m, l = attend(
+            acc, m, l, q, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
+            scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+        )  # fmt: skip
+    for i in range(0, end - begin - (full_end - full_begin)):
+        j = ranges.masked_tile(i, begin, full_begin, full_end)
+        acc, m, l = attend(
+            acc, m, l, q, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
+            scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+        )  # fmt: skip
+
+    sink = 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head)
+    factor, lse = softmax.finish(m, l, sink, rows < used_q, HAS_SINKS)
+    tl.store(lse_base + rows, lse, mask=rows < length)
+    out_tile = out_base + first * (out_row * UNIT)
+    acc = chunks.keep(chunks.scale(acc, factor), factor != 0.0)  # 0 for no key, even where v holds inf
+    chunks.store(out_tile, tl.arange(0, BLOCK_M), out_row * UNIT, length - first, acc, CHUNKS_V, HEAD_DIM_V)
