@@ -15,29 +15,22 @@ def split(head_dim: int) -> tuple[int, ...]:
     return min((s for s in sums if sum(s) >= head_dim), key=lambda s: (sum(s), len(s)))
 
 
+@triton.constexpr_function
+def _columns_before(chunks, i):
+    return sum(chunks[:i])
+
+
 @triton.jit
-def load(
-    base, rows, row_stride, limit, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr
-):
-    """Rows of (.., HEAD_DIM) at base as a tuple of (rows, chunk) tiles; 0 past limit where MASK_ROWS."""
+def load(base, rows, row_stride, limit, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Rows of (.., HEAD_DIM) at base as a tuple of (rows, chunk) tiles; 0 past limit."""
     tiles = ()
     for i in tl.static_range(len(CHUNKS)):
-        start = 0
-        for j in tl.static_range(i):
-            start += CHUNKS[j]
-        columns = start + tl.arange(0, CHUNKS[i])
+        columns = _columns_before(CHUNKS, i) + tl.arange(0, CHUNKS[i])
         pointers = base + rows[:, None] * row_stride + columns[None, :]
-        # Only the last chunk can be padded.
-        if (i == len(CHUNKS) - 1) and (start + CHUNKS[i] > HEAD_DIM):
-            mask = columns[None, :] < HEAD_DIM
-            if MASK_ROWS:
-                mask = mask & (rows[:, None] < limit)
-            tile = tl.load(pointers, mask=mask, other=0.0)
-        elif MASK_ROWS:
-            tile = tl.load(pointers, mask=rows[:, None] < limit, other=0.0)
-        else:
-            tile = tl.load(pointers)
-        tiles = tiles + (tile,)
+        mask = rows[:, None] < limit
+        if _columns_before(CHUNKS, i + 1) > HEAD_DIM:  # only the last chunk can be padded
+            mask = mask & (columns[None, :] < HEAD_DIM)
+        tiles = tiles + (tl.load(pointers, mask=mask, other=0.0),)
     return tiles
 
 
@@ -45,10 +38,7 @@ def load(
 def store(base, rows, row_stride, limit, tiles, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Write the tuple of tiles to rows below limit."""
     for i in tl.static_range(len(CHUNKS)):
-        start = 0
-        for j in tl.static_range(i):
-            start += CHUNKS[j]
-        columns = start + tl.arange(0, CHUNKS[i])
+        columns = _columns_before(CHUNKS, i) + tl.arange(0, CHUNKS[i])
         pointers = base + rows[:, None] * row_stride + columns[None, :]
         mask = (rows[:, None] < limit) & (columns[None, :] < HEAD_DIM)
         tl.store(pointers, tiles[i].to(base.dtype.element_ty), mask=mask)

@@ -6,7 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def visible_tiles(
-    first, last, shift, before, after, count, BLOCK: tl.constexpr, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr
+    first,
+    last,
+    shift,
+    before,
+    after,
+    count,
+    BLOCK: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
 ):
     """Tiles of BLOCK positions that positions first .. last (inclusive) see, of `count` positions.
 
@@ -35,14 +43,9 @@ def visible_tiles(
 
 
 @triton.jit
-def masked_tile(index, begin, full_begin, full_end):
-    """The index-th of the tiles that need a mask: begin .. full_begin - 1, then full_end onwards."""
-    front = full_begin - begin
-    return tl.where(index < front, begin + index, full_end + index - front)
-
-
-@triton.jit
-def visible(rows, keys, offset, left, right, q_count, k_count, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def visible(
+    rows, keys, offset, left, right, q_count, k_count, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):
     """Which key each row sees: rows and keys broadcast against each other; offset is sk - sq."""
     mask = (rows < q_count) & (keys < k_count)
     if HAS_LEFT:

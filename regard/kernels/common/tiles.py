@@ -7,12 +7,15 @@ is used, so a kernel that walks the table writes every row. The grid is an upper
 a slot past the last tile has 0 rows, and its program leaves before it reads anything else.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-FIELDS = tl.constexpr(8)  # int32 a slot: start, rows, used, first, other_start, other_used; 2 spare for alignment
+from regard.kernels.common import launcher
+
+FIELDS = tl.constexpr(
+    8
+)  # int32 a slot: start, rows, used, first, other_start, other_used; 2 spare for alignment
 
 
 def make_table(
@@ -34,23 +37,26 @@ def make_table(
     slots = triton.cdiv(rows, tile) + regions
     bounds, offsets = cu_seqlens.new_empty((2, regions + 1)).unbind()
     table = cu_seqlens.new_empty((slots, FIELDS.value))
-    _bounds_kernel[(1,)](cu_seqlens, bounds, offsets, sequences, rows, tile, BLOCK=256, num_warps=4)
-    _table_kernel[(triton.cdiv(slots, 128),)](
-        bounds,
-        offsets,
-        seqused if seqused is not None else bounds,
-        other_cu_seqlens,
-        other_seqused if other_seqused is not None else bounds,
-        table,
-        sequences,
-        slots,
-        other_rows,
-        tile,
-        HAS_USED=seqused is not None,
-        HAS_OTHER_USED=other_seqused is not None,
-        BLOCK=128,
-        num_warps=4,
-    )
+    arguments = {
+        "bounds_ptr": bounds,
+        "offsets_ptr": offsets,
+        "sequences": sequences,
+        "tile": tile,
+        "num_warps": 4,
+    }
+    launcher.run(_bounds_kernel, 1, arguments | {"cu_ptr": cu_seqlens, "rows": rows, "BLOCK": 256})
+    arguments |= {
+        "used_ptr": bounds if seqused is None else seqused,
+        "other_cu_ptr": other_cu_seqlens,
+        "other_used_ptr": bounds if other_seqused is None else other_seqused,
+        "table_ptr": table,
+        "slots": slots,
+        "other_rows": other_rows,
+        "HAS_USED": seqused is not None,
+        "HAS_OTHER_USED": other_seqused is not None,
+        "BLOCK": 128,
+    }
+    launcher.run(_table_kernel, triton.cdiv(slots, 128), arguments)
     return table
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 
 import torch
+from torch import Tensor
 
 from regard.dispatch import Gradients, Incoming
 from regard.problem import Inputs, Problem
-from torch import Tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_PROGRAMS = 2**31 - 1

@@ -1,9 +1,9 @@
 """Backward, deterministic by construction: no atomics, every gradient summed in one program's order.
 
-    delta_kernel   delta = rowsum(dO∘O) − dlse, and lse in base 2 (+inf where a row sees nothing)
+    delta_kernel   delta = rowsum(dO∘O) - dlse, and lse in base 2 (+inf where a row sees nothing)
     dkdv_kernel    one program a key tile and key head: over the query heads of the group, over the
-                   query tiles that see it:   sᵀ = k·qᵀ   pᵀ = 2^(sᵀ − lse)   dv += pᵀ·dO
-                                              dpᵀ = v·dOᵀ   dsᵀ = pᵀ(dpᵀ − delta)   dk += dsᵀ·q
+                   query tiles that see it:   sᵀ = k·qᵀ   pᵀ = 2^(sᵀ - lse)   dv += pᵀ·dO
+                                              dpᵀ = v·dOᵀ   dsᵀ = pᵀ(dpᵀ - delta)   dk += dsᵀ·q
     dq_kernel      one program a query tile and head: over the key tiles it sees:   dq += ds·k
 
 Seven products a tile pair where a kernel with atomics needs five, but no float32 dq in memory, no
@@ -50,8 +50,8 @@ def delta_kernel(
     row64 = row.to(tl.int64)
     out_base = out_ptr + batch * (out_batch * UNIT) + head * (out_head * UNIT)
     dout_base = dout_ptr + batch * (dout_batch * UNIT) + head * (dout_head * UNIT)
-    out = chunks.load(out_base, row64, out_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V, True)
-    dout = chunks.load(dout_base, row64, dout_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V, True)
+    out = chunks.load(out_base, row64, out_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V)
+    dout = chunks.load(dout_base, row64, dout_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V)
     delta = tl.zeros([BLOCK_M], tl.float32)
     for i in tl.static_range(len(CHUNKS_V)):
         delta += tl.sum(out[i].to(tl.float32) * dout[i].to(tl.float32), 1)
@@ -68,7 +68,7 @@ def delta_kernel(
 
 @triton.jit
 def probabilities(s, lse, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """(p, dscore): p = 2^(score - lse), and the score's derivative by s up to the scale (1 without softcap)."""
+    """(p, dscore): p = 2^(score - lse), and d score / d s over the scale (1 without softcap)."""
     if HAS_SOFTCAP:
         t = softmax.tanh(s * (scale / softcap))
         return tl.exp2(t * (softcap * softmax.LOG2E) - lse), 1.0 - t * t
@@ -78,32 +78,31 @@ def probabilities(s, lse, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def dkdv_tile(
-    dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, stats_delta, first, keys, offset, used_q, used_k,
-    scale, softcap, left, right,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, stats_delta,
+    first, keys, offset, used_q, used_k, scale, softcap, left, right,
+    edge, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query tile into (dk, dv). Keys past used_k need no mask: their rows of dk and dv are not kept."""
+    """One query tile into (dk, dv). `edge`: not every row sees every key, so a mask is needed.
+
+    Keys past used_k need none: their rows of dk and dv are not kept.
+    """
     rows = tl.arange(0, BLOCK_M)
     q_tile = q_base + first * q_row
     dout_tile = dout_base + first * dout_row
     remaining = used_q - first
-    q = chunks.load(q_tile, rows, q_row, remaining, CHUNKS, HEAD_DIM, MASKED)
-    if MASKED:
-        lse = tl.load(stats_base + first + rows, mask=rows < remaining, other=float("inf"))
-        delta = tl.load(stats_base + stats_delta + first + rows, mask=rows < remaining, other=0.0)
-    else:
-        lse = tl.load(stats_base + first + rows)
-        delta = tl.load(stats_base + stats_delta + first + rows)
+    q = chunks.load(q_tile, rows, q_row, remaining, CHUNKS, HEAD_DIM)
+    lse = tl.load(stats_base + first + rows, mask=rows < remaining, other=float("inf"))
+    delta = tl.load(stats_base + stats_delta + first + rows, mask=rows < remaining, other=0.0)
     s = chunks.inner(k, q, PRECISION)  # (BLOCK_N, BLOCK_M)
     p, dscore = probabilities(s, lse[None, :], scale, softcap, HAS_SOFTCAP)
-    if MASKED:
+    if edge:
         seen = ranges.visible(
             (first + rows)[None, :], keys[:, None], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
         )
         p = tl.where(seen, p, 0.0)
-    dout = chunks.load(dout_tile, rows, dout_row, remaining, CHUNKS_V, HEAD_DIM_V, MASKED)
+    dout = chunks.load(dout_tile, rows, dout_row, remaining, CHUNKS_V, HEAD_DIM_V)
     dv = chunks.accumulate(dv, p.to(dout[0].dtype), dout, PRECISION)
     dp = chunks.inner(v, dout, PRECISION)
     ds = p * (dp - delta[None, :]) * dscore
@@ -152,8 +151,8 @@ def dkdv_kernel(
     k_base = k_ptr + b * (k_batch * UNIT) + (start + first64) * (k_row * UNIT) + head_k * (k_head * UNIT)
     v_base = v_ptr + b * (v_batch * UNIT) + (start + first64) * (v_row * UNIT) + head_k * (v_head * UNIT)
     tile = tl.arange(0, BLOCK_N)
-    k = chunks.load(k_base, tile, k_row * UNIT, used_k - first, CHUNKS, HEAD_DIM, True)
-    v = chunks.load(v_base, tile, v_row * UNIT, used_k - first, CHUNKS_V, HEAD_DIM_V, True)
+    k = chunks.load(k_base, tile, k_row * UNIT, used_k - first, CHUNKS, HEAD_DIM)
+    v = chunks.load(v_base, tile, v_row * UNIT, used_k - first, CHUNKS_V, HEAD_DIM_V)
     dk = chunks.zeros(BLOCK_N, CHUNKS)
     dv = chunks.zeros(BLOCK_N, CHUNKS_V)
 
@@ -164,25 +163,23 @@ def dkdv_kernel(
     begin, full_begin, full_end, end = ranges.visible_tiles(
         first, last, -offset, right, left, rows, BLOCK_M, HAS_RIGHT, HAS_LEFT
     )
-    for head in range(head_k * group, head_k * group + group):
-        q_base = q_ptr + b * (q_batch * UNIT) + q_start * q_row + head * (q_head * UNIT)
-        dout_base = dout_ptr + b * (dout_batch * UNIT) + q_start * dout_row + head * (dout_head * UNIT)
-        stats_base = stats_ptr + b * stats_batch + head * stats_head + q_start
-        for i in range(full_begin, full_end):
-            dk, dv = dkdv_tile(
-                dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, stats_delta,
-                i * BLOCK_M, keys, offset, used_q, used_k, scale, softcap, left, right,
-                False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
-            )  # fmt: skip
-        for n in range(0, end - begin - (full_end - full_begin)):
-            i = ranges.masked_tile(n, begin, full_begin, full_end)
-            dk, dv = dkdv_tile(
-                dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, stats_delta,
-                i * BLOCK_M, keys, offset, used_q, used_k, scale, softcap, left, right,
-                True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-                CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
-            )  # fmt: skip
+    # One loop over (head of the group, tile): nested loops held 100 registers more and spilled.
+    head = head_k * group
+    q_base = q_ptr + b * (q_batch * UNIT) + q_start * q_row + head * (q_head * UNIT)
+    dout_base = dout_ptr + b * (dout_batch * UNIT) + q_start * dout_row + head * (dout_head * UNIT)
+    stats_base = stats_ptr + b * stats_batch + head * stats_head + q_start
+    count = end - begin
+    for step in range(0, group * count):
+        h = step // count
+        i = begin + step % count
+        dk, dv = dkdv_tile(
+            dk, dv, k, v,
+            q_base + h * (q_head * UNIT), dout_base + h * (dout_head * UNIT), stats_base + h * stats_head,
+            q_row, dout_row, stats_delta,
+            i * BLOCK_M, keys, offset, used_q, used_k, scale, softcap, left, right,
+            (i < full_begin) | (i >= full_end), HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
+        )  # fmt: skip
 
     dk_base = dk_ptr + b * (dk_batch * UNIT) + (start + first64) * (dk_row * UNIT) + head_k * (dk_head * UNIT)
     dv_base = dv_ptr + b * (dv_batch * UNIT) + (start + first64) * (dv_row * UNIT) + head_k * (dv_head * UNIT)
@@ -196,20 +193,20 @@ def dkdv_kernel(
 def dq_tile(
     dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, first, rows, offset, used_q, used_k,
     scale, softcap, left, right,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    edge, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One key tile into dq."""
+    """One key tile into dq. `edge`: not every row sees every key, so a mask is needed."""
     keys = tl.arange(0, BLOCK_N)
     k_tile = k_base + first * k_row
     v_tile = v_base + first * v_row
     remaining = used_k - first
-    k = chunks.load(k_tile, keys, k_row, remaining, CHUNKS, HEAD_DIM, MASKED)
-    v = chunks.load(v_tile, keys, v_row, remaining, CHUNKS_V, HEAD_DIM_V, MASKED)
+    k = chunks.load(k_tile, keys, k_row, remaining, CHUNKS, HEAD_DIM)
+    v = chunks.load(v_tile, keys, v_row, remaining, CHUNKS_V, HEAD_DIM_V)
     s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
     p, dscore = probabilities(s, lse[:, None], scale, softcap, HAS_SOFTCAP)
-    if MASKED:
+    if edge:
         seen = ranges.visible(
             rows[:, None], (first + keys)[None, :], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
         )
@@ -266,8 +263,8 @@ def dq_kernel(
     tile = tl.arange(0, BLOCK_M)
     rows = first + tile
     exists = rows < used_q
-    q = chunks.load(q_base, tile, q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM, True)
-    dout = chunks.load(dout_base, tile, dout_row * UNIT, used_q - first, CHUNKS_V, HEAD_DIM_V, True)
+    q = chunks.load(q_base, tile, q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM)
+    dout = chunks.load(dout_base, tile, dout_row * UNIT, used_q - first, CHUNKS_V, HEAD_DIM_V)
     lse = tl.load(stats_base + tile, mask=exists, other=float("inf"))
     delta = tl.load(stats_base + stats_delta + tile, mask=exists, other=0.0)
     dq = chunks.zeros(BLOCK_M, CHUNKS)
@@ -278,17 +275,10 @@ def dq_kernel(
     begin, full_begin, full_end, end = ranges.visible_tiles(
         first, last, offset, left, right, keys, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    for j in range(full_begin, full_end):
+    for j in range(begin, end):
         dq = dq_tile(
             dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
-            scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    for i in range(0, end - begin - (full_end - full_begin)):
-        j = ranges.masked_tile(i, begin, full_begin, full_end)
-        dq = dq_tile(
-            dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
-            scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+            scale, softcap, left, right, (j < full_begin) | (j >= full_end), HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
             CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
         )  # fmt: skip
     dq = chunks.keep(chunks.scale(dq, tl.full([BLOCK_M], scale, tl.float32)), lse != float("inf"))

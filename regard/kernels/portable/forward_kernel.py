@@ -1,8 +1,8 @@
 """Forward: one program a query tile and query head, a running softmax over the key tiles it sees.
 
-    q tile ─┐
-            ├─ s = q·kᵀ ─ softcap ─ mask ─ p = 2^(s·scale − m) ─ acc = acc·α + p·v ─ out, lse
-    k, v ───┘   (key tiles seen whole first, without a mask; then the ones at the edges, with it)
+q tile ─┐
+        ├─ s = q·kᵀ ─ softcap ─ mask ─ p = 2^(s·scale - m) ─ acc = acc·alpha + p·v ─ out, lse
+k, v ───┘   (the mask only in tiles at the edges: a branch, cheaper than a second loop's registers)
 """
 
 import triton
@@ -30,29 +30,29 @@ def capped(s, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend(
-    acc, m, l, q, k_base, v_base, k_row, v_row, first, rows, offset, used_q, used_k,
+    acc, m_i, l_i, q, k_base, v_base, k_row, v_row, first, rows, offset, used_q, used_k,
     scale, softcap, left, right,
-    MASKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    edge, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One key tile into (acc, m, l)."""
+    """One key tile into (acc, m_i, l_i). `edge`: not every row sees every key, so a mask is needed."""
     keys = tl.arange(0, BLOCK_N)
     k_tile = k_base + first * k_row
     v_tile = v_base + first * v_row
     remaining = used_k - first
-    k = chunks.load(k_tile, keys, k_row, remaining, CHUNKS, HEAD_DIM, MASKED)
+    k = chunks.load(k_tile, keys, k_row, remaining, CHUNKS, HEAD_DIM)
     s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
     s, factor = capped(s, scale, softcap, HAS_SOFTCAP)
-    if MASKED:
+    if edge:
         seen = ranges.visible(
             rows[:, None], (first + keys)[None, :], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
         )
         s = tl.where(seen, s, float("-inf"))
-    p, m, l, alpha = softmax.running_softmax(s, factor, m, l, MASKED)
-    v = chunks.load(v_tile, keys, v_row, remaining, CHUNKS_V, HEAD_DIM_V, MASKED)
+    p, m_i, l_i, alpha = softmax.running_softmax(s, factor, m_i, l_i)
+    v = chunks.load(v_tile, keys, v_row, remaining, CHUNKS_V, HEAD_DIM_V)
     acc = chunks.accumulate(chunks.scale(acc, alpha), p.to(v[0].dtype), v, PRECISION)
-    return acc, m, l
+    return acc, m_i, l_i
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
@@ -97,10 +97,10 @@ def forward_kernel(
 
     rows = first + tl.arange(0, BLOCK_M)
     q_tile = q_base + first * (q_row * UNIT)
-    q = chunks.load(q_tile, tl.arange(0, BLOCK_M), q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM, True)
+    q = chunks.load(q_tile, tl.arange(0, BLOCK_M), q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM)
     acc = chunks.zeros(BLOCK_M, CHUNKS_V)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
 
     offset = used_k - used_q
     last = tl.minimum(first + BLOCK_M, used_q) - 1
@@ -108,24 +108,17 @@ def forward_kernel(
     begin, full_begin, full_end, end = ranges.visible_tiles(
         first, last, offset, left, right, keys, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    for j in range(full_begin, full_end):
-        acc, m, l = attend(
-            acc, m, l, q, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
-            scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
-        )  # fmt: skip
-    for i in range(0, end - begin - (full_end - full_begin)):
-        j = ranges.masked_tile(i, begin, full_begin, full_end)
-        acc, m, l = attend(
-            acc, m, l, q, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
-            scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+    for j in range(begin, end):
+        acc, m_i, l_i = attend(
+            acc, m_i, l_i, q, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
+            scale, softcap, left, right, (j < full_begin) | (j >= full_end), HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
             CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
         )  # fmt: skip
 
     sink = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
-    factor, lse = softmax.finish(m, l, sink, rows < used_q, HAS_SINKS)
+    factor, lse = softmax.finish(m_i, l_i, sink, rows < used_q, HAS_SINKS)
     tl.store(lse_base + rows, lse, mask=rows < length)
     out_tile = out_base + first * (out_row * UNIT)
     acc = chunks.keep(chunks.scale(acc, factor), factor != 0.0)  # 0 for no key, even where v holds inf

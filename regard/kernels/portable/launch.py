@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import triton
 from torch import Tensor
 
 from regard.dispatch import Gradients, Incoming
-from regard.kernels.common import chunks, softmax
+from regard.kernels.common import chunks, launcher, softmax
 from regard.kernels.common.tiles import make_table
 from regard.kernels.portable import config
 from regard.kernels.portable.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
@@ -22,7 +21,7 @@ def forward(p: Problem, x: Inputs, out: Tensor, lse: Tensor) -> None:
     """Write out and lse."""
     cfg = config.choose(p).forward
     tensors = {"q": x.q, "k": x.k, "v": x.v, "out": out}
-    with _device(p):
+    with launcher.on_device(p.device):
         tiles, table = _query_tiles(p, x, cfg.block_m)
         _launch(
             forward_kernel,
@@ -44,7 +43,7 @@ def forward(p: Problem, x: Inputs, out: Tensor, lse: Tensor) -> None:
 def backward(p: Problem, x: Inputs, incoming: Incoming, grads: Gradients) -> None:
     """Write the gradients that are wanted."""
     row = config.choose(p)
-    with _device(p):
+    with launcher.on_device(p.device):
         stats = _stats(p, incoming)
         per_row = {
             "stats_ptr": stats,
@@ -99,42 +98,46 @@ def _stats(p: Problem, incoming: Incoming) -> Tensor:
     tiles = triton.cdiv(p.seqlen_q, block)
     tensors = {"out": incoming.out, "dout": incoming.dout}
     batch = 1 if p.packed else p.batch
-    strides = (0, 0, 0) if dlse is None else (0 if p.packed else dlse.stride(0), dlse.stride(-1), dlse.stride(-2))
+    strides = (
+        (0, 0, 0) if dlse is None else (0 if p.packed else dlse.stride(0), dlse.stride(-1), dlse.stride(-2))
+    )
     unit, per_tensor = _strides(tensors)
-    grid = (tiles * p.heads_q * batch,)
-    if grid[0] > 0:
-        delta_kernel[grid](
-            **{f"{name}_ptr": t for name, t in tensors.items()},
-            **per_tensor,
-            lse_ptr=lse,
-            dlse_ptr=lse if dlse is None else dlse,
-            stats_ptr=stats,
-            dlse_batch=strides[0],
-            dlse_row=strides[1],
-            dlse_head=strides[2],
-            rows=p.seqlen_q,
-            heads=p.heads_q,
-            tiles=tiles,
-            stats_delta=stats.stride(0),
-            UNIT=unit,
-            HAS_DLSE=dlse is not None,
-            CHUNKS_V=chunks.split(p.head_dim_v),
-            HEAD_DIM_V=p.head_dim_v,
-            BLOCK_M=block,
-            num_warps=4,
-        )
+    arguments = per_tensor | {
+        "out_ptr": incoming.out,
+        "dout_ptr": incoming.dout,
+        "lse_ptr": lse,
+        "dlse_ptr": lse if dlse is None else dlse,
+        "stats_ptr": stats,
+        "dlse_batch": strides[0],
+        "dlse_row": strides[1],
+        "dlse_head": strides[2],
+        "rows": p.seqlen_q,
+        "heads": p.heads_q,
+        "tiles": tiles,
+        "stats_delta": stats.stride(0),
+        "UNIT": unit,
+        "HAS_DLSE": dlse is not None,
+        "CHUNKS_V": chunks.split(p.head_dim_v),
+        "HEAD_DIM_V": p.head_dim_v,
+        "BLOCK_M": block,
+        "num_warps": 4,
+    }
+    launcher.run(delta_kernel, tiles * p.heads_q * batch, arguments)
     return stats
 
 
 def _launch(
-    kernel: Any, programs: int, cfg: config.Config, tensors: dict[str, Tensor], *arguments: dict[str, Any], **more: Any
+    kernel: Any,
+    programs: int,
+    cfg: config.Config,
+    tensors: dict[str, Tensor],
+    *arguments: dict[str, Any],
+    **more: Any,
 ) -> None:
-    if programs == 0:
-        return
     merged = {f"{name}_ptr": t for name, t in tensors.items()} | more
     for part in arguments:
         merged |= part
-    kernel[(programs,)](**merged, num_warps=cfg.num_warps, num_stages=cfg.num_stages)
+    launcher.run(kernel, programs, merged | {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages})
 
 
 def _common(p: Problem, x: Inputs, tiles: int, table: Tensor | None) -> dict[str, Any]:
@@ -219,8 +222,3 @@ def _key_tiles(p: Problem, x: Inputs, block: int) -> tuple[int, Tensor | None]:
 
 def _programs(p: Problem, tiles: int, heads: int) -> int:
     return tiles * heads * (1 if p.packed else p.batch)
-
-
-def _device(p: Problem) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensors'."""
-    return torch.cuda.device(p.device) if p.device.type == "cuda" else contextlib.nullcontext()
