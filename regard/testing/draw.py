@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -28,15 +29,15 @@ def structured(name: str, shape: Shape, source: Generator) -> Tensor:
     far = torch.arange(0, d, 64, device=t.device) if d > 1 else torch.arange(0, device=t.device)
     t[..., far] += 10.0 if name in ("q", "dout") else 30.0
     rows = t.flatten(0, -3)
-    rows[3::4] = rows[: rows.shape[0] - 3 : 4]
-    return rows.view(shape)
+    rows[3::4] = rows[: max(0, rows.shape[0] - 3) : 4].clone()
+    return t
 
 
 def outliers(name: str, shape: Shape, source: Generator) -> Tensor:
-    """Gaussian, but one channel of k and v in 64 (of q in none) is 100 sigma wide: softmax saturates."""
+    """Gaussian, but a channel in 64 of k and v is 100 sigma wide: the softmax saturates."""
     t = gaussian(name, shape, source)
     if name in ("k", "v"):
-        t[..., :: max(64, 1)] *= 100.0
+        t[..., ::64] *= 100.0
     return t
 
 
@@ -45,7 +46,7 @@ def negative(name: str, shape: Shape, source: Generator) -> Tensor:
     t = gaussian(name, shape, source)
     if name not in ("q", "k"):
         return t
-    offset = (200.0 / shape[-1] ** 0.5) ** 0.5
+    offset = math.sqrt(200.0 / math.sqrt(shape[-1]))
     return 0.1 * t + (offset if name == "q" else -offset)
 
 
@@ -81,10 +82,11 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
     """The same values, placed as the layout says. t is contiguous, (b, s, h, d) or packed (rows, h, d).
 
     plain: contiguous. heads-first: heads outside rows, (b, h, s, d) or (h, rows, d) in memory.
-    rows-first: (s, b, h, d), whose batch stride is smaller than its row stride. heads-last-but-rows:
-    (h, s, b, d) order. slice: the first d of d + 3 channels. offset: one element off. expanded: every
-    element is the same one. Two for gradients, their last stride is not 1: every-other ([..., ::2])
-    and transposed. far: more than 2**31 elements from the first row (or batch) to the last.
+    rows-first: (s, b, h, d), whose batch stride is smaller than its row stride. heads-outermost:
+    (h, s, b, d). slice: the first d of d + 3 channels. offset: one element off. shared: one batch
+    element (packed: one row) stands for all, with stride 0. far: more than 2**31 elements from the first
+    batch element (packed: row) to the last. For an arriving gradient also three whose last stride is not
+    1: every-other ([..., ::2]), transposed, and expanded (every element is the same one).
     """
     return LAYOUTS[layout](t)
 
@@ -120,6 +122,10 @@ def _expanded(t: Tensor) -> Tensor:
     return t.flatten()[:1].view([1] * t.dim()).expand(t.shape) if t.numel() else t
 
 
+def _shared(t: Tensor) -> Tensor:
+    return t[:1].expand(t.shape) if t.shape[0] else t
+
+
 def _far(t: Tensor) -> Tensor:
     step = 2**31 // max(1, t.shape[0] - 1) + 64
     strides = (max(step, t[0].numel()), *t[0].contiguous().stride())
@@ -137,5 +143,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "offset": _offset,
     "every-other": _every_other,
     "expanded": _expanded,
+    "shared": _shared,
     "far": _far,
 }

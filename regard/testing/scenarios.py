@@ -41,7 +41,8 @@ class Scenario:
         q, k: shapes, (b, s, h, d) or, packed, (rows, h, d).
         dv: v's head dim where it differs from k's.
         cu_q, cu_k: cu_seqlens of a packed call.
-        used_q, used_k: seqused. Rows past them, and packed rows outside cu, hold NaN in every tensor.
+        used_q, used_k: seqused.
+        unused: what rows that do not exist (past seqused, outside cu) hold in every tensor.
         sinks: values, repeated over the query heads.
         kinds: how q, k, v and dout are drawn (see `draw.KINDS`); each is a run of its own.
         layout, dout: how the inputs and the arriving gradient lie in memory (see `draw`).
@@ -62,6 +63,7 @@ class Scenario:
     cu_k: tuple[int, ...] | None = None
     used_q: tuple[int, ...] | None = None
     used_k: tuple[int, ...] | None = None
+    unused: float = float("nan")
     causal: bool = False
     window_size: tuple[int | None, int | None] = (None, None)
     softmax_scale: float | None = None
@@ -78,6 +80,10 @@ class Scenario:
     arena: bool = False
     full: bool = False
     gpu: bool = False
+
+    @property
+    def deterministic(self) -> bool:
+        return self.repeats > 0 or self.arena
 
     @property
     def packed(self) -> bool:
@@ -128,7 +134,7 @@ class Scenario:
             floats((self.q[-2],)) if self.sinks is not None else None,
             *(self._lengths(t, torch.device("meta")) for t in self._length_arguments),
         )
-        problem = describe(inputs, packed=self.packed, deterministic=self.repeats > 0, **self.options)
+        problem = describe(inputs, packed=self.packed, deterministic=self.deterministic, **self.options)
         return dataclasses.replace(problem, device=device)
 
     def draw(self, kind: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Case:
@@ -138,34 +144,32 @@ class Scenario:
         lengths = [self._lengths(t, device) for t in self._length_arguments]
         batch = 1 if self.packed else self.q[0]
 
-        def make(name: str, shape: tuple[int, ...], rows: Tensor | None, layout: str) -> Tensor:
+        def values(name: str, shape: tuple[int, ...], rows: Tensor | None) -> Tensor:
             few = shape if self.distinct is None else (self.distinct, *shape[1:])
             t = draw.KINDS[kind](name, few, source)
             if self.distinct is not None:
                 t = t[torch.arange(batch, device=device) % self.distinct]
             if rows is not None:
-                t[~rows] = float("nan")
-            return draw.lay_out(t.to(dtype), layout)
+                t[~rows] = self.unused
+            return t.to(torch.promote_types(dtype, torch.float32) if name == "dlse" else dtype)
 
         rows_q = draw.existing(self.q[:-2], lengths[0], lengths[2])
         rows_k = draw.existing(self.k[:-2], lengths[1], lengths[3])
-        q = make("q", self.q, rows_q, self.layout)
-        k = make("k", self.k, rows_k, self.layout)
-        v = make("v", self._v_shape, rows_k, self.layout)
+        q = draw.lay_out(values("q", self.q, rows_q), self.layout)
+        k = draw.lay_out(values("k", self.k, rows_k), self.layout)
+        v = draw.lay_out(values("v", self._v_shape, rows_k), self.layout)
         dout, dlse = None, None
-        if self.loss in ("out", "both"):
-            dout = make("dout", self._out_shape, None if self.dout == "expanded" else rows_q, self.dout)
-        if self.loss in ("lse", "both"):
-            dlse = draw.KINDS["gaussian"]("dlse", self.q[:-1], source)
-            if rows_q is not None:
-                dlse[~rows_q] = float("nan")
-            dlse = dlse.movedim(-1, 0 if self.packed else 1).to(torch.promote_types(dtype, torch.float32))
+        if self.loss != "lse":
+            rows = None if self.dout == "expanded" else rows_q
+            dout = draw.lay_out(values("dout", self._out_shape, rows), self.dout)
+        if self.loss != "out":
+            dlse = values("dlse", (*self.q[:-1], 1), rows_q)[..., 0].movedim(-1, 0 if self.packed else 1)
         if self.autocast:
             k, v = k.float(), v.float()
         sinks = None
         if self.sinks is not None:
-            values = [self.sinks[h % len(self.sinks)] for h in range(self.q[-2])]
-            sinks = torch.tensor(values, dtype=torch.float32, device=device)
+            repeated = [self.sinks[h % len(self.sinks)] for h in range(self.q[-2])]
+            sinks = torch.tensor(repeated, dtype=torch.float32, device=device)
         inputs = Inputs(q, k, v, sinks, *lengths)
         return Case(inputs, dtype, self.options, dout, dlse, self.autocast, self.distinct or batch)
 
