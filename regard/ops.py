@@ -46,7 +46,8 @@ def _forward(
     check_values(problem, inputs)
     served_by = dispatch.load(dispatch.select(problem, backend))
     out, lse = empty_outputs(problem, inputs)
-    served_by.forward(problem, inputs, out, lse)
+    with torch.autocast(q.device.type, enabled=False):  # it would cast inside a backend, too
+        served_by.forward(problem, inputs, out, lse)
     return out, lse
 
 
@@ -89,7 +90,8 @@ def _backward(
         dout = dout.contiguous()
     served_by = dispatch.load(dispatch.select(problem, backend))
     grads = empty_gradients(inputs, needs_dq, needs_dkv, needs_dsinks)
-    served_by.backward(problem, inputs, dispatch.Incoming(out, lse, dout, dlse), grads)
+    with torch.autocast(q.device.type, enabled=False):
+        served_by.backward(problem, inputs, dispatch.Incoming(out, lse, dout, dlse), grads)
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
