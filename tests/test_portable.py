@@ -142,7 +142,7 @@ def test_tile_table_stays_inside_the_rows_whatever_cu_seqlens_holds(cu):
     for start, length, _, first, other_start, other_existing in _table(
         cu, [99, -4, 3, 2**31 - 1], 23, cu, cu[1:], 31, 4
     ):
-        assert 0 <= other_start
+        assert other_start >= 0
         assert other_start + other_existing <= 31
         for row in range(first, min(first + 4, length)):
             covered[start + row] += 1
