@@ -43,6 +43,12 @@ class Result:
         name = max(self.multiples, key=lambda n: self.multiples[n] / self.limits[n])
         return name, self.multiples[name]
 
+    @property
+    def share(self) -> float:
+        """How much of its limit the worst tensor takes: above 1 it fails."""
+        name, multiple = self.worst
+        return multiple / self.limits[name] if self.multiples else 0.0
+
     def __str__(self) -> str:
         verdict = "passes" if self.passed else "FAILS"
         errors = ", ".join(
