@@ -77,7 +77,7 @@ def backward(p: Problem, x: Sequences, incoming: Incoming, grads: Gradients) -> 
             inverse = e.sum(-1, keepdim=True)
             if x.sinks is not None:
                 sink = chunk.of_heads(x.sinks).expand_as(chunk.rows(incoming.lse, rows))
-                e_sink = (pack(sink, dtype) - lse).exp_()
+                e_sink = (pack(sink, dtype) - lse).clamp_(max=0.0).exp_()  # above 0 in padding alone
                 inverse += e_sink
             inverse.masked_fill_(inverse == 0, 1.0).reciprocal_()
 

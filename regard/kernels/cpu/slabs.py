@@ -51,6 +51,9 @@ class Even:
     def put(self, t: Tensor, results: Tensor) -> None:
         """Store what was written to `room(t)`: done already."""
 
+    def apart(self) -> list[Even]:
+        return [self]
+
 
 @dataclass(frozen=True, slots=True)
 class Padded:
@@ -75,6 +78,10 @@ class Padded:
         """Store what was written to `room(t)`, without the padding."""
         for i, (batch, start, length) in enumerate(self.spans):
             t[batch, start : start + length] = results[i, :length]
+
+    def apart(self) -> list[Even]:
+        """Each sequence alone, where it lies."""
+        return [_alone(span) for span in self.spans]
 
 
 Rows = Even | Padded
@@ -114,7 +121,10 @@ def _spans(p: Problem, seqlen: int, cu_seqlens: Tensor | None, seqused: Tensor |
 
 def _rows(spans: list[Span]) -> Rows:
     if len(spans) == 1:
-        batch, start, length = spans[0]
-        return Even(slice(batch, batch + 1), slice(start, start + length))
+        return _alone(spans[0])
     used = torch.tensor([span.length for span in spans])
     return Padded(spans, max(1, int(used.max())), used)
+
+
+def _alone(span: Span) -> Even:
+    return Even(slice(span.batch, span.batch + 1), slice(span.start, span.start + span.length))

@@ -31,7 +31,9 @@ INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 class Sequences:
     """The tensors of a slab: q (n, sq, hq, d), k (n, sk, hk, d), v (n, sk, hk, dv), sinks (hq,).
 
-    used_q and used_k (n,) are given where sequences of different lengths are padded with zeros.
+    used_q and used_k (n,) are given where sequences of different lengths are padded with zeros. row_by_row
+    asks for tiles of one row, which hold no key that is hidden from it: then nothing, NaN included, is ever
+    multiplied by a hidden key's probability of 0. It is slow, and for input that is not finite.
     """
 
     q: Tensor
@@ -40,6 +42,7 @@ class Sequences:
     sinks: Tensor | None
     used_q: Tensor | None = None
     used_k: Tensor | None = None
+    row_by_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +82,18 @@ def unpack(view: Tensor, matrices: Tensor) -> None:
     view.copy_(matrices.view(view.shape))
 
 
-def tile_rows(p: Problem, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+def sees_all(p: Problem, x: Sequences) -> bool:
+    """Whether every row sees every key of its sequence."""
+    sq, sk = x.q.shape[1], x.k.shape[1]
+    return key_range(0, sq, sq, sk, p.window_left, p.window_right) == KeyRange(0, 0, sk, sk)
+
+
+def tile_rows(p: Problem, x: Sequences) -> tuple[int, int]:
     """Rows of a tile, and the most keys that one can see."""
+    seqlen_q, seqlen_k = x.q.shape[1], x.k.shape[1]
     tallest, widest = TALLEST, max(1, seqlen_k)
     if p.window_left is not None or p.window_right is not None:
-        tallest = TALLEST_DIAGONAL
+        tallest = 1 if x.row_by_row else TALLEST_DIAGONAL
     if p.window_left is not None and p.window_right is not None:
         widest = min(widest, tallest + p.window_left + p.window_right)
     rows = min(seqlen_q, tallest, max(1, FED // p.group, PANEL // (p.group * widest)))
@@ -94,7 +104,7 @@ def tile_rows(p: Problem, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
 def chunks(p: Problem, x: Sequences) -> Iterator[Chunk]:
     """Every pair of the slab once, as many at a time as fill a panel."""
     n = x.q.shape[0]
-    rows, keys = tile_rows(p, x.q.shape[1], x.k.shape[1])
+    rows, keys = tile_rows(p, x)
     # A pair's packed rows count too: with a few keys a sequence they are larger than its scores.
     fit = max(1, PANEL // (p.group * rows * (keys + p.head_dim + p.head_dim_v)))
     heads, sequences = min(p.heads_k, fit), min(n, max(1, fit // p.heads_k))
@@ -113,7 +123,7 @@ def blank_rows(p: Problem, x: Sequences) -> slice:
 def tiles(p: Problem, x: Sequences) -> Iterator[tuple[slice, KeyRange]]:
     """Each tile's rows and the keys it sees. Padded sequences differ: all keys, none in full."""
     sq, sk = x.q.shape[1], x.k.shape[1]
-    height, _ = tile_rows(p, sq, sk)
+    height, _ = tile_rows(p, x)
     for start in range(blank_rows(p, x).stop, sq, height):
         stop = min(start + height, sq)
         if x.used_k is None:
