@@ -17,6 +17,18 @@ from regard.problem import Inputs, Problem
 BACKENDS = ("cpu", "portable")
 
 
+class Results(NamedTuple):
+    """Where a forward writes, every element.
+
+    rest, laid out like out, is what rounding left off out: with it a backward takes delta from out as it was.
+    It is None where no gradient is wanted, where the dtype is wide enough, or the backend does without.
+    """
+
+    out: Tensor
+    lse: Tensor
+    rest: Tensor | None
+
+
 class Incoming(NamedTuple):
     """What a backward starts from: the forward's results and the gradients that arrived for them.
 
@@ -25,6 +37,7 @@ class Incoming(NamedTuple):
 
     out: Tensor
     lse: Tensor
+    rest: Tensor | None
     dout: Tensor
     dlse: Tensor | None
 
@@ -39,11 +52,13 @@ class Gradients(NamedTuple):
 
 
 class Backend(Protocol):
+    KEEPS_REST: bool  # whether backward wants Results.rest for 16-bit dtypes
+
     def supports(self, problem: Problem) -> str | None:
         """The reason why this backend cannot serve the problem, or None."""
 
-    def forward(self, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
-        """Write every element of out and lse."""
+    def forward(self, problem: Problem, inputs: Inputs, results: Results) -> None:
+        """Write every element of the results."""
 
     def backward(self, problem: Problem, inputs: Inputs, incoming: Incoming, grads: Gradients) -> None:
         """Write every element of the gradients that are wanted."""

@@ -49,6 +49,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "more queries than keys": {"seqlen_q": 1000, "seqlen_k": 3, "window_right": 0},
     "empty batch or length": {"batch": 0, "seqlen_q": 0},
     "70,001 batches": {"batch": 70001, "seqlen_q": 4, "seqlen_k": 4},
+    "float32, head dim 512": {"dtype": torch.float32, "head_dim": 512, "head_dim_v": 512},
     "v wider than k, 64 and 256": {"head_dim": 64, "head_dim_v": 256},
     "v narrower than k, 192 and 128": {"head_dim": 192, "head_dim_v": 128},
 }

@@ -18,10 +18,18 @@ from regard.problem import Inputs, Problem, build, check_values
 def attention(problem: Problem, inputs: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a described call, differentiable."""
     p = problem
-    outputs: tuple[Tensor, Tensor] = _forward(
-        *inputs, p.softmax_scale, p.softcap, p.window_left, p.window_right, p.deterministic, backend
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs[:4] if t is not None)
+    out, lse, _ = _forward(
+        *inputs,
+        p.softmax_scale,
+        p.softcap,
+        p.window_left,
+        p.window_right,
+        p.deterministic,
+        backend,
+        differentiable,
     )
-    return outputs
+    return out, lse
 
 
 @torch.library.custom_op("regard::attention", mutates_args=())
@@ -40,28 +48,32 @@ def _forward(
     window_right: int | None,
     deterministic: bool,
     backend: str | None,
-) -> tuple[Tensor, Tensor]:
+    differentiable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     problem = build(inputs, softmax_scale, softcap, window_left, window_right, deterministic)
     check_values(problem, inputs)
     served_by = dispatch.load(dispatch.select(problem, backend))
-    out, lse = empty_outputs(problem, inputs)
+    results = empty_results(problem, inputs, differentiable and served_by.KEEPS_REST)
     with torch.autocast(q.device.type, enabled=False):  # it would cast inside a backend, too
-        served_by.forward(problem, inputs, out, lse)
-    return out, lse
+        served_by.forward(problem, inputs, results)
+    return _all_tensors(results)
 
 
 @_forward.register_fake
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = Inputs(q, k, v, *args[:5])
     problem = build(inputs, *args[5:10])
-    return empty_outputs(problem, inputs)
+    backend, differentiable = args[10:]
+    served_by = dispatch.load(dispatch.select(problem, backend))
+    return _all_tensors(empty_results(problem, inputs, differentiable and served_by.KEEPS_REST))
 
 
 @torch.library.custom_op("regard::attention_backward", mutates_args=())
 def _backward(
     out: Tensor,
     lse: Tensor,
+    rest: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
     needs_dq: bool,
@@ -90,8 +102,9 @@ def _backward(
         dout = dout.contiguous()
     served_by = dispatch.load(dispatch.select(problem, backend))
     grads = empty_gradients(inputs, needs_dq, needs_dkv, needs_dsinks)
+    incoming = dispatch.Incoming(out, lse, rest if rest.shape == out.shape else None, dout, dlse)
     with torch.autocast(q.device.type, enabled=False):
-        served_by.backward(problem, inputs, dispatch.Incoming(out, lse, dout, dlse), grads)
+        served_by.backward(problem, inputs, incoming, grads)
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
@@ -99,6 +112,7 @@ def _backward(
 def _backward_fake(
     out: Tensor,
     lse: Tensor,
+    rest: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
     needs_dq: bool,
@@ -115,36 +129,47 @@ def _backward_fake(
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.arguments = inputs[:8], inputs[8:]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors, ctx.arguments = inputs[:8], inputs[8:-1]
     ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+def _differentiate(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse, rest = ctx.saved_tensors
     needs_dq, needs_dk, needs_dv, needs_dsinks = ctx.needs_input_grad[:4]
     needs_dkv = needs_dk or needs_dv
     dq, dk, dv, dsinks = _backward(
-        out, lse, dout, dlse, needs_dq, needs_dkv, needs_dsinks, *tensors, *ctx.arguments
+        out, lse, rest, dout, dlse, needs_dq, needs_dkv, needs_dsinks, *tensors, *ctx.arguments
     )
     return (
         dq if needs_dq else None,
         dk if needs_dk else None,
         dv if needs_dv else None,
         dsinks if needs_dsinks else None,
-        *[None] * 10,
+        *[None] * 11,
     )
 
 
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
-def empty_outputs(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Uninitialised out (q's dtype and dimension order) and lse (float32, float64 for float64)."""
+def empty_results(problem: Problem, inputs: Inputs, rest: bool) -> dispatch.Results:
+    """Uninitialised out (q's dtype and dimension order), lse (float32, float64 for float64) and rest."""
     q = inputs.q
-    out = empty_in_order(q, (*q.shape[:-1], problem.head_dim_v))
-    return out, q.new_empty(problem.lse_shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    shape = (*q.shape[:-1], problem.head_dim_v)
+    lse = q.new_empty(problem.lse_shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    wanted = rest and q.dtype.itemsize == 2
+    return dispatch.Results(empty_in_order(q, shape), lse, empty_in_order(q, shape) if wanted else None)
+
+
+def _all_tensors(results: dispatch.Results) -> tuple[Tensor, Tensor, Tensor]:
+    """An operator returns tensors: an empty one stands for no rest."""
+    out, lse, rest = results
+    return out, lse, out.new_empty(0) if rest is None else rest
 
 
 def empty_gradients(

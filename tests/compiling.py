@@ -6,6 +6,7 @@ end it. Prints one JSON line a kernel: {kernel, case, arch, registers, spill, sh
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -22,10 +23,11 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from regard.dispatch import Gradients, Incoming
+from regard.dispatch import Gradients, Incoming, Results
+from regard.kernels import portable
 from regard.kernels.common import launcher
 from regard.kernels.portable import launch
-from regard.problem import Inputs, Problem, build
+from regard.problem import Inputs, build
 
 # Every table row (its largest head dim), chunked and padded head dims, and each feature in every way that
 # changes the code: the loops of a window with softcap and sinks are the longest.
@@ -46,9 +48,13 @@ CASES = {
     "d128-packed-causal": {"d": 128, "packed": True, "causal": True},
     "d192,128-causal-used": {"d": 192, "dv": 128, "causal": True, "used": True},
     "d33-unaligned-window": {"d": 33, "window": True},
+    "d127-unaligned-softcap": {"d": 127, "window": True, "softcap": 30.0},
+    "d255-unaligned-causal": {"d": 255, "causal": True},
+    "d511-unaligned-causal": {"d": 511, "causal": True},
     "d256-window-softcap": {"d": 256, "window": True, "softcap": 30.0},
     "d64-float32-causal": {"d": 64, "causal": True, "dtype": torch.float32},
     "d128-float32-causal": {"d": 128, "causal": True, "dtype": torch.float32},
+    "d256-float32-causal": {"d": 256, "causal": True, "dtype": torch.float32},
     "d512-float32-window-softcap": {"d": 512, "window": True, "softcap": 30.0, "dtype": torch.float32},
 }
 
@@ -57,36 +63,53 @@ def record(case: dict[str, Any], arch: int) -> Iterator[tuple[Any, dict[str, Any
     """The (kernel, launch arguments) of one case's forward and backward, caught before the launch."""
     d, dv = case["d"], case.get("dv", case["d"])
     dtype = case.get("dtype", torch.bfloat16)
-    batch = () if case.get("packed") else (2,)
-    q, k, v, out = (torch.empty(*batch, 256, 4, x, dtype=dtype) for x in (d, d, dv, dv))
-    index = torch.zeros(3, dtype=torch.int32)
-    used = torch.zeros(2, dtype=torch.int32) if case.get("used") else None
-    sinks = torch.empty(4) if case.get("sinks") else None
-    cu = index if case.get("packed") else None
+    rows, n, (heads_q, heads_k) = case.get("rows", 256), case.get("batch", 2), case.get("heads", (4, 4))
+    batch = () if case.get("packed") else (n,)
+    pad, shift = case.get("pad", 0), case.get("shift", 0)  # unaligned rows; unaligned index tensors
+
+    def tensor(heads: int, head_dim: int) -> torch.Tensor:
+        return torch.empty(*batch, rows, heads, head_dim + pad, dtype=dtype, device="meta")[..., :head_dim]
+
+    def index(size: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(size + shift, dtype=kind)[shift:]
+
+    q, k, v, out = tensor(heads_q, d), tensor(heads_k, d), tensor(heads_k, dv), tensor(heads_q, dv)
+    used = index(n) if case.get("used") else None
+    cu = index(n + 1) if case.get("packed") else None
+    sinks = index(heads_q, torch.float32) if case.get("sinks") else None
     inputs = Inputs(q, k, v, sinks, cu, cu, used, used)
-    left, right = (7, 7) if case.get("window") else (None, None)
-    problem = build(inputs, 0.1, case.get("softcap", 0.0), left, 0 if case.get("causal") else right, False)
-    problem = Problem(**{f: getattr(problem, f) for f in Problem.__slots__} | {"arch": arch})
-    lse = torch.empty(problem.lse_shape)
+    window = case.get("window")
+    left, right = (7, 7) if window is True else window or (None, None)
+    right = 0 if case.get("causal") and window is None else right
+    problem = build(inputs, case.get("scale", 0.1), case.get("softcap", 0.0), left, right, False)
+    problem = dataclasses.replace(problem, arch=arch)
+    if portable.supports(problem):
+        return
+    lse = torch.empty(problem.lse_shape, device="meta")
     calls: list[tuple[Any, dict[str, Any]]] = []
     launcher.run = lambda kernel, programs, arguments: calls.append((kernel, arguments))
-    launch.forward(problem, inputs, out, lse)
-    grads = Gradients(q.clone(), k.clone(), v.clone(), None)
-    launch.backward(problem, inputs, Incoming(out, lse, out.clone(), lse), grads)
+    rest = None if case.get("no_rest") else (out if out.dtype.itemsize == 2 else None)
+    launch.forward(problem, inputs, Results(out, lse, rest))
+    grads = Gradients(q, k, v, None)
+    launch.backward(problem, inputs, Incoming(out, lse, rest, out, lse), grads)
     yield from calls
 
 
-def compile_for(kernel: Any, arguments: dict[str, Any], arch: int) -> Any:
-    """Bind the arguments as a launch would, and compile for sm_<arch> with no driver."""
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
+def specialize(kernel: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, Any, Any, Any]:
+    """(options, signature, constants, attributes): all that a compilation depends on."""
+    backend = make_backend(GPUTarget("cuda", arch, 32))
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     options = {"debug": False, "instrumentation_mode": triton.knobs.compilation.instrumentation_mode}
     bound, specialization, rest = binder(**arguments, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, rest, bound, specialization, rest)
-    return triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=target, options=parsed.__dict__
-    )
+    packed: tuple[Any, Any, Any, Any] = kernel._pack_args(backend, rest, bound, specialization, rest)
+    return packed
+
+
+def compile_for(kernel: Any, arguments: dict[str, Any], arch: int) -> Any:
+    """Compile for sm_<arch> with no driver."""
+    options, signature, constants, attributes = specialize(kernel, arguments, arch)
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options.__dict__)
 
 
 def resources(compiled: Any, arch: int) -> dict[str, Any]:

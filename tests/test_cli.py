@@ -75,9 +75,9 @@ def test_a_wrong_result_fails_by_name(
 
 
 def test_an_infinity_fails_and_is_still_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def wrong(problem: Any, inputs: Any, out: Any, lse: Any) -> None:
-        out.fill_(float("inf"))
-        lse.zero_()
+    def wrong(problem: Any, inputs: Any, results: Any) -> None:
+        results.out.fill_(float("inf"))
+        results.lse.zero_()
 
     monkeypatch.setattr(cpu, "forward", wrong)
     file = tmp_path / "report.json"

@@ -45,6 +45,20 @@ def store(base, rows, row_stride, limit, tiles, CHUNKS: tl.constexpr, HEAD_DIM: 
 
 
 @triton.jit
+def store_with_rest(
+    base, rest_base, rows, row_stride, limit, tiles, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """`store`, and what its rounding leaves off to rest_base. Chunk by chunk: all of both at once spills."""
+    for i in tl.static_range(len(CHUNKS)):
+        columns = _columns_before(CHUNKS, i) + tl.arange(0, CHUNKS[i])
+        mask = (rows[:, None] < limit) & (columns[None, :] < HEAD_DIM)
+        at = rows[:, None] * row_stride + columns[None, :]
+        rounded = tiles[i].to(base.dtype.element_ty)
+        tl.store(base + at, rounded, mask=mask)
+        tl.store(rest_base + at, (tiles[i] - rounded.to(tl.float32)).to(rounded.dtype), mask=mask)
+
+
+@triton.jit
 def zeros(ROWS: tl.constexpr, CHUNKS: tl.constexpr):
     tiles = ()
     for i in tl.static_range(len(CHUNKS)):

@@ -38,9 +38,10 @@ def running_softmax(s, scale_log2, m_i, l_i):
 
 
 @triton.jit
-def finish(m_i, l_i, sink, exists, HAS_SINKS: tl.constexpr):
+def finish(m_i, l_i, w_i, sink, exists, HAS_SINKS: tl.constexpr):
     """The factor that normalises a row's accumulator, and its lse (natural log): 0 and -inf for no key.
 
+    lse comes from l_i, the sum of the probabilities, the factor from w_i, the sum of the rounded ones.
     A sink joins the denominator here, in base 2 like m_i.
     """
     alpha = tl.full(m_i.shape, 1.0, tl.float32)
@@ -48,9 +49,10 @@ def finish(m_i, l_i, sink, exists, HAS_SINKS: tl.constexpr):
         m_new = tl.maximum(m_i, sink * LOG2E)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - base)
+        w_i = w_i * alpha + tl.exp2(sink * LOG2E - base)
         l_i = l_i * alpha + tl.exp2(sink * LOG2E - base)
         m_i = m_new
     empty = (l_i == 0.0) | (exists == 0)
-    factor = tl.where(empty, 0.0, alpha / tl.where(empty, 1.0, l_i))
+    factor = tl.where(empty, 0.0, alpha / tl.where(w_i == 0.0, 1.0, w_i))
     lse = tl.where(empty, float("-inf"), (m_i + tl.log2(tl.where(empty, 1.0, l_i))) * LN2)
     return factor, lse

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from regard.dispatch import Gradients, Incoming
+from regard.dispatch import Gradients, Incoming, Results
 from regard.kernels.cpu import flash, panels
 from regard.kernels.cpu.slabs import Rows, slabs
 from regard.kernels.cpu.tiles import Sequences, sees_all
 from regard.problem import Inputs, Problem
+
+KEEPS_REST = False  # a panel holds whole rows: delta is taken from their probabilities
 
 
 def supports(problem: Problem) -> str | None:
@@ -23,17 +25,18 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+def forward(problem: Problem, inputs: Inputs, results: Results) -> None:
+    out, lse, _ = results
     if _may_leave_rows(problem):
         out.zero_()
         lse.fill_(float("-inf"))
     out, lse = _batched(out), _rows_first(lse)
     for rows, _keys, x, _ in _slabs(problem, inputs):
-        results = rows.room(out), rows.room(lse)
+        room = rows.room(out), rows.room(lse)
         by = flash if flash.serves(problem, x) else panels
-        by.forward(problem, x, *results)
-        rows.put(out, results[0])
-        rows.put(lse, results[1])
+        by.forward(problem, x, *room)
+        rows.put(out, room[0])
+        rows.put(lse, room[1])
 
 
 def backward(problem: Problem, inputs: Inputs, incoming: Incoming, grads: Gradients) -> None:
@@ -54,7 +57,7 @@ def backward(problem: Problem, inputs: Inputs, incoming: Incoming, grads: Gradie
         by.backward(
             problem,
             x,
-            Incoming(rows.take(out), rows.take(lse), dout, dlse[0] if dlse else None),
+            Incoming(rows.take(out), rows.take(lse), None, dout, dlse[0] if dlse else None),
             Gradients(results[0], results[1], results[2], grads.dsinks),
         )
         for (place, t), result in zip(places, results, strict=True):

@@ -15,6 +15,8 @@ All is computed in the softmax's dtype (float32; float64 for float64), but for w
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from regard.kernels.cpu.tiles import Sequences, blank_rows, chunks, hide, pack, 
 from regard.problem import Problem
 
 INF = float("inf")
+LOG2E = math.log2(math.e)
 
 
 def forward(p: Problem, x: Sequences, out: Tensor, lse: Tensor) -> None:
@@ -44,10 +47,10 @@ def forward(p: Problem, x: Sequences, out: Tensor, lse: Tensor) -> None:
                 sink = pack(chunk.of_heads(x.sinks).expand_as(lse_tile), lse.dtype)
                 m = torch.maximum(m, sink)
             m.masked_fill_(m == -INF, 0.0)  # a row that sees no key: exponentials of 0, not NaN
-            e = s.sub_(m).exp_()
+            e = _exp(s.sub_(m))
             total = e.sum(-1, keepdim=True)
             if x.sinks is not None:
-                total += (sink - m).exp_()
+                total += _exp(sink - m)
             unpack(lse_tile, total.log() + m)
             unpack(out_tile, torch.bmm(e, v[:, seen]).div_(total.masked_fill(total == 0, 1.0)))
 
@@ -72,12 +75,13 @@ def backward(p: Problem, x: Sequences, incoming: Incoming, grads: Gradients) -> 
             if p.softcap:
                 slope = s.tanh_().square().neg_().add_(1.0)
                 s.mul_(p.softcap)
-            e = s.sub_(lse).exp_()
+            e = _exp(s.sub_(lse))
             hide(p, x, chunk, rows, keys, e, to=0.0)
             inverse = e.sum(-1, keepdim=True)
             if x.sinks is not None:
                 sink = chunk.of_heads(x.sinks).expand_as(chunk.rows(incoming.lse, rows))
-                e_sink = (pack(sink, dtype) - lse).clamp_(max=0.0).exp_()  # above 0 in padding alone
+                # lse holds the sink, so this is below 0 but in padding.
+                e_sink = _exp((pack(sink, dtype) - lse).clamp_(max=0.0))
                 inverse += e_sink
             inverse.masked_fill_(inverse == 0, 1.0).reciprocal_()
 
@@ -129,6 +133,11 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
 def _products(p: Problem, q: Tensor, k: Tensor) -> Tensor:
     """softmax_scale * q kT, over softcap if there is one: (pairs, rows, keys)."""
     return torch.bmm(q * (p.softmax_scale / (p.softcap or 1.0)), k.mT)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """e ** x, in place. exp_ took 10 to 100 times as long where results are 0 or subnormal, exp2_ never."""
+    return x.mul_(LOG2E).exp2_()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

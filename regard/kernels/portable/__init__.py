@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from torch import Tensor
 
-from regard.dispatch import Gradients, Incoming
+from regard.dispatch import Gradients, Incoming, Results
+from regard.kernels.portable import config
 from regard.problem import Inputs, Problem
 
+KEEPS_REST = True
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_PROGRAMS = 2**31 - 1
 
@@ -27,16 +28,19 @@ def supports(problem: Problem) -> str | None:
         return f"needs a CUDA device, not {problem.device.type}"
     elif problem.dtype == torch.bfloat16:
         return "Triton's interpreter computes bfloat16 wrongly: float16 or float32 there"
+    wide = problem.dtype == torch.float32 and max(problem.head_dim, problem.head_dim_v) > 256
+    if wide and problem.capability not in (0, 90, *config.LARGE_ARCHES):
+        return "float32 head dims over 256 need 132 KB of shared memory, more than this GPU has"
     rows = problem.seqlen_q + problem.batch if problem.packed else problem.seqlen_q * problem.batch
     if rows * problem.heads_q > _MAX_PROGRAMS:
         return f"{rows} rows of {problem.heads_q} heads are more than one launch of {_MAX_PROGRAMS} programs"
     return None
 
 
-def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
+def forward(problem: Problem, inputs: Inputs, results: Results) -> None:
     from regard.kernels.portable import launch
 
-    launch.forward(problem, inputs, out, lse)
+    launch.forward(problem, inputs, results)
 
 
 def backward(problem: Problem, inputs: Inputs, incoming: Incoming, grads: Gradients) -> None:

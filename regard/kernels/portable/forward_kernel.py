@@ -2,7 +2,7 @@
 
 q tile ─┐
         ├─ s = q·kᵀ ─ softcap ─ mask ─ p = 2^(s·scale - m) ─ acc = acc·alpha + p·v ─ out, lse
-k, v ───┘   (the mask only in tiles at the edges: a branch, cheaper than a second loop's registers)
+k, v ───┘   (the mask only in tiles at the edges, in loops of their own)
 """
 
 import triton
@@ -30,34 +30,42 @@ def capped(s, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend(
-    acc, m_i, l_i, q, k_base, v_base, k_row, v_row, first, rows, offset, used_q, used_k,
+    acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, begin, end, rows, offset, used_q, used_k,
     scale, softcap, left, right,
-    edge, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One key tile into (acc, m_i, l_i). `edge`: not every row sees every key, so a mask is needed."""
-    keys = tl.arange(0, BLOCK_N)
-    k_tile = k_base + first * k_row
-    v_tile = v_base + first * v_row
-    remaining = used_k - first
-    k = chunks.load(k_tile, keys, k_row, remaining, CHUNKS, HEAD_DIM)
-    s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
-    s, factor = capped(s, scale, softcap, HAS_SOFTCAP)
-    if edge:
-        seen = ranges.visible(
-            rows[:, None], (first + keys)[None, :], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
-        )
-        s = tl.where(seen, s, float("-inf"))
-    p, m_i, l_i, alpha = softmax.running_softmax(s, factor, m_i, l_i)
-    v = chunks.load(v_tile, keys, v_row, remaining, CHUNKS_V, HEAD_DIM_V)
-    acc = chunks.accumulate(chunks.scale(acc, alpha), p.to(v[0].dtype), v, PRECISION)
-    return acc, m_i, l_i
+    """Key tiles begin .. end - 1 into (acc, m_i, l_i, w_i). EDGE: not every row sees every key.
+
+    l_i sums the probabilities as they are, for lse; w_i as they are rounded for the product with v, for out:
+    out stays a weighted mean of v, without which dS does not sum to 0 and dq has up to 6 times eager's error.
+    A loop for each kind of tile: with a branch in one loop ptxas waits after every single wgmma (C7515).
+    """
+    tile = tl.arange(0, BLOCK_N)
+    for j in range(begin, end):
+        first = j * BLOCK_N
+        remaining = used_k - first
+        k = chunks.load(k_base + first * k_row, tile, k_row, remaining, CHUNKS, HEAD_DIM)
+        s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
+        s, factor = capped(s, scale, softcap, HAS_SOFTCAP)
+        if EDGE:
+            keys = (first + tile)[None, :]
+            seen = ranges.visible(
+                rows[:, None], keys, offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
+            )
+            s = tl.where(seen, s, float("-inf"))
+        p, m_i, l_i, alpha = softmax.running_softmax(s, factor, m_i, l_i)
+        v = chunks.load(v_base + first * v_row, tile, v_row, remaining, CHUNKS_V, HEAD_DIM_V)
+        weights = p.to(v[0].dtype)
+        w_i = w_i * alpha + tl.sum(weights.to(tl.float32), 1)
+        acc = chunks.accumulate(chunks.scale(acc, alpha), weights, v, PRECISION)
+    return acc, m_i, l_i, w_i
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sinks_ptr, table_ptr, used_q_ptr, used_k_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, rest_ptr, lse_ptr, sinks_ptr, table_ptr, used_q_ptr, used_k_ptr,
     q_batch: tl.int64, q_row: tl.int64, q_head: tl.int64,
     k_batch: tl.int64, k_row: tl.int64, k_head: tl.int64,
     v_batch: tl.int64, v_row: tl.int64, v_head: tl.int64,
@@ -67,6 +75,7 @@ def forward_kernel(
     scale: tl.float32, softcap: tl.float32, left: tl.int32, right: tl.int32,
     UNIT: tl.constexpr, PACKED: tl.constexpr, HAS_USED_Q: tl.constexpr, HAS_USED_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_REST: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -90,10 +99,8 @@ def forward_kernel(
     k_row = k_row * UNIT
     v_row = v_row * UNIT
     q_base = q_ptr + b * (q_batch * UNIT) + start * (q_row * UNIT) + head * (q_head * UNIT)
-    out_base = out_ptr + b * (out_batch * UNIT) + start * (out_row * UNIT) + head * (out_head * UNIT)
     k_base = k_ptr + b * (k_batch * UNIT) + k_start * k_row + (head // group) * (k_head * UNIT)
     v_base = v_ptr + b * (v_batch * UNIT) + k_start * v_row + (head // group) * (v_head * UNIT)
-    lse_base = lse_ptr + b * lse_batch + head * lse_head + start
 
     rows = first + tl.arange(0, BLOCK_M)
     q_tile = q_base + first * (q_row * UNIT)
@@ -101,6 +108,7 @@ def forward_kernel(
     acc = chunks.zeros(BLOCK_M, CHUNKS_V)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
+    w_i = tl.zeros([BLOCK_M], tl.float32)
 
     offset = used_k - used_q
     last = tl.minimum(first + BLOCK_M, used_q) - 1
@@ -108,18 +116,42 @@ def forward_kernel(
     begin, full_begin, full_end, end = ranges.visible_tiles(
         first, last, offset, left, right, keys, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    for j in range(begin, end):
-        acc, m_i, l_i = attend(
-            acc, m_i, l_i, q, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
-            scale, softcap, left, right, (j < full_begin) | (j >= full_end), HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+    if HAS_LEFT:
+        acc, m_i, l_i, w_i = attend(
+            acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, begin, full_begin, rows, offset,
+            used_q, used_k, scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
             CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
         )  # fmt: skip
+    acc, m_i, l_i, w_i = attend(
+        acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, full_begin, full_end, rows, offset,
+        used_q, used_k, scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    acc, m_i, l_i, w_i = attend(
+        acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, full_end, end, rows, offset, used_q, used_k,
+        scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+    )  # fmt: skip
 
+    out_at = b * (out_batch * UNIT) + (start + first) * (out_row * UNIT) + head * (out_head * UNIT)
+    lse_base = lse_ptr + b * lse_batch + head * lse_head + start
     sink = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
-    factor, lse = softmax.finish(m_i, l_i, sink, rows < used_q, HAS_SINKS)
+    factor, lse = softmax.finish(m_i, l_i, w_i, sink, rows < used_q, HAS_SINKS)
     tl.store(lse_base + rows, lse, mask=rows < length)
-    out_tile = out_base + first * (out_row * UNIT)
+    tile = tl.arange(0, BLOCK_M)
     acc = chunks.keep(chunks.scale(acc, factor), factor != 0.0)  # 0 for no key, even where v holds inf
-    chunks.store(out_tile, tl.arange(0, BLOCK_M), out_row * UNIT, length - first, acc, CHUNKS_V, HEAD_DIM_V)
+    if HAS_REST:
+        chunks.store_with_rest(
+            out_ptr + out_at,
+            rest_ptr + out_at,
+            tile,
+            out_row * UNIT,
+            length - first,
+            acc,
+            CHUNKS_V,
+            HEAD_DIM_V,
+        )
+    else:
+        chunks.store(out_ptr + out_at, tile, out_row * UNIT, length - first, acc, CHUNKS_V, HEAD_DIM_V)

@@ -8,19 +8,22 @@ import torch
 import triton
 from torch import Tensor
 
-from regard.dispatch import Gradients, Incoming
+from regard.dispatch import Gradients, Incoming, Results
 from regard.kernels.common import chunks, launcher, softmax
 from regard.kernels.common.tiles import make_table
 from regard.kernels.portable import config
-from regard.kernels.portable.backward_kernels import delta_kernel, dkdv_kernel, dq_kernel
+from regard.kernels.portable.backward_kernels import STATS_UNIT, delta_kernel, dkdv_kernel, dq_kernel
 from regard.kernels.portable.forward_kernel import forward_kernel
 from regard.problem import Inputs, Problem
 
+SPARE_ROWS = 128  # the largest block_m of a dkdv configuration
 
-def forward(p: Problem, x: Inputs, out: Tensor, lse: Tensor) -> None:
-    """Write out and lse."""
-    cfg = config.choose(p).forward
+
+def forward(p: Problem, x: Inputs, results: Results) -> None:
+    """Write out, lse and, where it is wanted, rest."""
+    out, lse, rest = results
     tensors = {"q": x.q, "k": x.k, "v": x.v, "out": out}
+    cfg = config.choose(p, _unit(tensors) > 1).forward
     with launcher.on_device(p.device):
         tiles, table = _query_tiles(p, x, cfg.block_m)
         _launch(
@@ -30,11 +33,13 @@ def forward(p: Problem, x: Inputs, out: Tensor, lse: Tensor) -> None:
             tensors,
             _features(p, tensors),
             _common(p, x, tiles, table),
+            rest_ptr=out if rest is None else rest,
             lse_ptr=lse,
             sinks_ptr=lse if x.sinks is None else x.sinks,
             lse_batch=0 if p.packed else lse.stride(0),
             lse_head=lse.stride(-2),
             HAS_SINKS=p.has_sinks,
+            HAS_REST=rest is not None,
             BLOCK_M=cfg.block_m,
             BLOCK_N=cfg.block_n,
         )
@@ -42,20 +47,19 @@ def forward(p: Problem, x: Inputs, out: Tensor, lse: Tensor) -> None:
 
 def backward(p: Problem, x: Inputs, incoming: Incoming, grads: Gradients) -> None:
     """Write the gradients that are wanted."""
-    row = config.choose(p)
     with launcher.on_device(p.device):
         stats = _stats(p, incoming)
         per_row = {
             "stats_ptr": stats,
-            "stats_batch": 0 if p.packed else stats.stride(1),
-            "stats_head": stats.stride(-2),
-            "stats_delta": stats.stride(0),
+            "stats_batch": 0 if p.packed else stats.stride(1) // STATS_UNIT.value,
+            "stats_head": stats.stride(-2) // STATS_UNIT.value,
+            "stats_delta": stats.stride(0) // STATS_UNIT.value,
         }
         read = {"q": x.q, "k": x.k, "v": x.v, "dout": incoming.dout}
         if grads.dk is not None and grads.dv is not None:
-            cfg = row.dkdv
-            tiles, table = _key_tiles(p, x, cfg.block_n)
             tensors = read | {"dk": grads.dk, "dv": grads.dv}
+            cfg = config.choose(p, _unit(tensors) > 1).dkdv
+            tiles, table = _key_tiles(p, x, cfg.block_n)
             _launch(
                 dkdv_kernel,
                 _programs(p, tiles, p.heads_k),
@@ -68,9 +72,9 @@ def backward(p: Problem, x: Inputs, incoming: Incoming, grads: Gradients) -> Non
                 **per_row,
             )
         if grads.dq is not None:
-            cfg = row.dq
-            tiles, table = _query_tiles(p, x, cfg.block_m)
             tensors = read | {"dq": grads.dq}
+            cfg = config.choose(p, _unit(tensors) > 1).dq
+            tiles, table = _query_tiles(p, x, cfg.block_m)
             _launch(
                 dq_kernel,
                 _programs(p, tiles, p.heads_q),
@@ -83,7 +87,7 @@ def backward(p: Problem, x: Inputs, incoming: Incoming, grads: Gradients) -> Non
                 **per_row,
             )
     if grads.dsinks is not None and x.sinks is not None:
-        lse_log2, delta = stats.unbind()
+        lse_log2, delta = stats[..., : p.seqlen_q].unbind()
         heads = (p.heads_q, 1)
         weights = torch.exp2(x.sinks.view(heads) * softmax.LOG2E.value - lse_log2)  # 0 for empty rows
         per_head = (weights * delta).sum(-1)
@@ -91,20 +95,27 @@ def backward(p: Problem, x: Inputs, incoming: Incoming, grads: Gradients) -> Non
 
 
 def _stats(p: Problem, incoming: Incoming) -> Tensor:
-    """(2, *lse's shape) float32: lse in base 2 and delta."""
+    """(2, *lse's shape) float32, with spare rows at each head's end: lse in base 2 and delta.
+
+    The spare rows are as many as a tile of dkdv_kernel, which reads them without a mask.
+    """
     lse, dlse = incoming.lse, incoming.dlse
-    stats = lse.new_empty((2, *lse.shape))
-    block = 64
-    tiles = triton.cdiv(p.seqlen_q, block)
-    tensors = {"out": incoming.out, "dout": incoming.dout}
+    padded = triton.cdiv(p.seqlen_q + SPARE_ROWS, STATS_UNIT.value) * STATS_UNIT.value
+    stats = lse.new_empty((2, *lse.shape[:-1], padded))
+    out, rest, dout = incoming.out, incoming.rest, incoming.dout
+    tensors = {"out": out, "dout": dout}
+    # A program holds its rows of out and dout in registers, a pointer an element where they are unaligned.
+    block = 64 if _unit(tensors) > 1 and p.head_dim_v <= 256 else 16
+    tiles = triton.cdiv(padded, block)
     batch = 1 if p.packed else p.batch
     strides = (
         (0, 0, 0) if dlse is None else (0 if p.packed else dlse.stride(0), dlse.stride(-1), dlse.stride(-2))
     )
     unit, per_tensor = _strides(tensors)
     arguments = per_tensor | {
-        "out_ptr": incoming.out,
-        "dout_ptr": incoming.dout,
+        "out_ptr": out,
+        "rest_ptr": out if rest is None else rest,
+        "dout_ptr": dout,
         "lse_ptr": lse,
         "dlse_ptr": lse if dlse is None else dlse,
         "stats_ptr": stats,
@@ -114,8 +125,10 @@ def _stats(p: Problem, incoming: Incoming) -> Tensor:
         "rows": p.seqlen_q,
         "heads": p.heads_q,
         "tiles": tiles,
-        "stats_delta": stats.stride(0),
+        "stats_head": padded // STATS_UNIT.value,
+        "stats_delta": stats.stride(0) // STATS_UNIT.value,
         "UNIT": unit,
+        "HAS_REST": rest is not None,
         "HAS_DLSE": dlse is not None,
         "CHUNKS_V": chunks.split(p.head_dim_v),
         "HEAD_DIM_V": p.head_dim_v,
@@ -180,23 +193,29 @@ def _features(p: Problem, tensors: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _strides(tensors: dict[str, Tensor]) -> tuple[int, dict[str, int]]:
-    """UNIT and each tensor's (batch, row, head) strides in units of it.
-
-    UNIT is 16 bytes of elements where every row of every tensor begins at a multiple of 16 bytes, else 1.
-    It is the one thing about strides that a kernel is compiled for.
-    """
+def _unit(tensors: dict[str, Tensor]) -> int:
+    """16 bytes of elements where every row of every tensor begins at a multiple of 16 bytes, else 1."""
     width = 16 // next(iter(tensors.values())).element_size()
-    strides = {
-        name: (0 if t.dim() == 3 else t.stride(0), t.stride(-3), t.stride(-2)) for name, t in tensors.items()
-    }
-    aligned = all(s % width == 0 for three in strides.values() for s in three) and all(
-        t.data_ptr() % 16 == 0 for t in tensors.values()
+    aligned = all(
+        t.data_ptr() % 16 == 0 and all(stride % width == 0 for stride in _row_strides(t))
+        for t in tensors.values()
     )
-    unit = width if aligned else 1
+    return width if aligned else 1
+
+
+def _row_strides(t: Tensor) -> tuple[int, int, int]:
+    """(batch, row, head) in elements; a packed tensor has no batch."""
+    return 0 if t.dim() == 3 else t.stride(0), t.stride(-3), t.stride(-2)
+
+
+def _strides(tensors: dict[str, Tensor]) -> tuple[int, dict[str, int]]:
+    """UNIT, the one thing about strides that a kernel is compiled for, and the strides in units of it."""
+    unit = _unit(tensors)
     names = ("batch", "row", "head")
     return unit, {
-        f"{t}_{n}": s // unit for t, three in strides.items() for n, s in zip(names, three, strict=True)
+        f"{t}_{n}": s // unit
+        for t, tensor in tensors.items()
+        for n, s in zip(names, _row_strides(tensor), strict=True)
     }
 
 
