@@ -22,7 +22,7 @@ test: $(STAMP)
 	@echo "== all but the compiler, on the device that is here"
 	env -u TRITON_INTERPRET $(BIN)/python -m pytest --ignore=tests/test_compile.py
 	@echo "== the portable kernels in Triton's interpreter"
-	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/test_portable.py tests/test_scenarios.py
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 tests/test_portable.py tests/test_scenarios.py
 	@echo "== every kernel compiled for every architecture, without a GPU"
 	env -u TRITON_INTERPRET $(BIN)/python -m pytest -o faulthandler_timeout=1600 tests/test_compile.py
 

@@ -156,7 +156,7 @@ _STRIDES = [
         for dout in ("transposed", "every-other", "slice", "expanded")
     ),
     *(
-        _dense(f"strides-{layout}", "2x67x4:2", 64, causal=True, layout=layout, dout=layout, arena=True)
+        _dense(f"strides-{layout}", "2x67x2:1", 64, causal=True, layout=layout, dout=layout, arena=True)
         for layout in ("heads-first", "rows-first", "heads-outermost", "slice", "offset", "shared")
     ),
     *(
@@ -168,7 +168,7 @@ _STRIDES = [
 ]
 
 _HUGE = [
-    _dense("huge-batch-300", "300x1x4", 32, distinct=7),
+    _dense("huge-batch-50", "50x1x4", 32, distinct=7),
     _dense("huge-batch-8300", "8300x1x16", 128, distinct=37, **GPU),
     _dense("huge-batch-65536", "65536x4x8", 64, distinct=61, **(GPU | {"dtypes": FP16})),
     _dense("huge-batch-70001", "70001x4x8", 64, distinct=61, **(GPU | {"dtypes": FP16})),
