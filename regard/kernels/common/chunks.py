@@ -21,16 +21,21 @@ def _columns_before(chunks, i):
 
 
 @triton.jit
-def load(base, rows, row_stride, limit, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rows of (.., HEAD_DIM) at base as a tuple of (rows, chunk) tiles; 0 past limit."""
+def load(
+    base, rows, row_stride, limit, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr, WHOLE: tl.constexpr = False
+):  # fmt: skip
+    """Rows of (.., HEAD_DIM) at base as a tuple of (rows, chunk) tiles; 0 past limit. WHOLE: none is past."""
     tiles = ()
     for i in tl.static_range(len(CHUNKS)):
         columns = _columns_before(CHUNKS, i) + tl.arange(0, CHUNKS[i])
         pointers = base + rows[:, None] * row_stride + columns[None, :]
-        mask = rows[:, None] < limit
         if _columns_before(CHUNKS, i + 1) > HEAD_DIM:  # only the last chunk can be padded
-            mask = mask & (columns[None, :] < HEAD_DIM)
-        tiles = tiles + (tl.load(pointers, mask=mask, other=0.0),)
+            mask = (rows[:, None] < limit) | WHOLE
+            tiles = tiles + (tl.load(pointers, mask=mask & (columns[None, :] < HEAD_DIM), other=0.0),)
+        elif WHOLE:
+            tiles = tiles + (tl.load(pointers),)
+        else:
+            tiles = tiles + (tl.load(pointers, mask=rows[:, None] < limit, other=0.0),)
     return tiles
 
 

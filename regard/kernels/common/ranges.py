@@ -43,13 +43,10 @@ def visible_tiles(
 
 
 @triton.jit
-def visible(
-    rows, keys, offset, left, right, q_count, k_count, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):
-    """Which key each row sees: rows and keys broadcast against each other; offset is sk - sq."""
-    mask = (rows < q_count) & (keys < k_count)
+def visible(inside, rows, keys, offset, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Which of the keys that are `inside` each row sees: all broadcast together; offset is sk - sq."""
     if HAS_LEFT:
-        mask = mask & (keys >= rows + offset - left)
+        inside = inside & (keys >= rows + offset - left)
     if HAS_RIGHT:
-        mask = mask & (keys <= rows + offset + right)
-    return mask
+        inside = inside & (keys <= rows + offset + right)
+    return inside

@@ -4,6 +4,7 @@
     dkdv_kernel    one program a key tile and key head: over the query heads of the group, over the
                    query tiles that see it:   sᵀ = k·qᵀ   pᵀ = 2^(sᵀ - lse)   dv += pᵀ·dO
                                               dpᵀ = v·dOᵀ   dsᵀ = pᵀ(dpᵀ - delta)   dk += dsᵀ·q
+                   or dk and dv in a launch each, where both do not fit into registers
     dq_kernel      one program a query tile and head: over the key tiles it sees:   dq += ds·k
 
 Seven products a tile pair where a kernel with atomics needs five, but no float32 dq in memory, no
@@ -95,39 +96,53 @@ def probabilities(s, lse, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def dkdv_tile(
-    dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, stats_delta,
-    first, keys, offset, used_q, used_k, scale, softcap, left, right,
-    edge, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+def add_to_dkdv(
+    dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, q_head, dout_head, stats_head, stats_delta,
+    begin, end, group, keys, offset, used_q, scale, softcap, left, right,
+    EDGE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One query tile into (dk, dv). `edge`: not every row sees every key, so a mask is needed.
+    """Query tiles begin .. end - 1 of a group's heads into (dk, dv). EDGE: not every row sees every key.
 
-    Keys past used_k need none: their rows of dk and dv are not kept. lse and delta are read without a mask,
+    Keys past used_k need no mask: their rows of dk and dv are not kept. lse and delta are read without one,
     which costs 180 of 700 instructions a step: each thread holds 16 of them, and each would have a
     predicate of its own. What lies past used_q there is finite or not, but it is allocated.
+    One loop over (head, tile): nested loops held 100 registers more and spilled.
     """
     rows = tl.arange(0, BLOCK_M)
-    q_tile = q_base + first * q_row
-    dout_tile = dout_base + first * dout_row
-    remaining = used_q - first
-    q = chunks.load(q_tile, rows, q_row, remaining, CHUNKS, HEAD_DIM)
-    lse = tl.load(stats_base + first + rows)
-    delta = tl.load(stats_base + stats_delta + first + rows)
-    s = chunks.inner(k, q, PRECISION)  # (BLOCK_N, BLOCK_M)
-    p, dscore = probabilities(s, lse[None, :], scale, softcap, HAS_SOFTCAP)
-    if edge:
-        seen = ranges.visible(
-            (first + rows)[None, :], keys[:, None], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
-        )
-        p = tl.where(seen, p, 0.0)
-        delta = tl.where(rows < remaining, delta, 0.0)
-    dout = chunks.load(dout_tile, rows, dout_row, remaining, CHUNKS_V, HEAD_DIM_V)
-    dv = chunks.accumulate(dv, p.to(dout[0].dtype), dout, PRECISION)
-    dp = chunks.inner(v, dout, PRECISION)
-    ds = p * (dp - delta[None, :]) * dscore
-    dk = chunks.accumulate(dk, ds.to(q[0].dtype), q, PRECISION)
+    h = 0
+    i = begin
+    for _ in range(0, group * (end - begin)):
+        first = i * BLOCK_M
+        remaining = used_q - first
+        q_tile = q_base + h * q_head + first * q_row
+        q = chunks.load(q_tile, rows, q_row, remaining, CHUNKS, HEAD_DIM, not EDGE)
+        stats = stats_base + h * stats_head + first
+        lse = tl.load(stats + rows)
+        s = chunks.inner(k, q, PRECISION)  # (BLOCK_N, BLOCK_M)
+        p, dscore = probabilities(s, lse[None, :], scale, softcap, HAS_SOFTCAP)
+        if EDGE:
+            exists = (rows < remaining)[None, :]
+            seen = ranges.visible(
+                exists, (first + rows)[None, :], keys[:, None], offset, left, right, HAS_LEFT, HAS_RIGHT
+            )
+            p = tl.where(seen, p, 0.0)
+        dout_tile = dout_base + h * dout_head + first * dout_row
+        dout = chunks.load(dout_tile, rows, dout_row, remaining, CHUNKS_V, HEAD_DIM_V, not EDGE)
+        if WANT_DV:
+            dv = chunks.accumulate(dv, p.to(dout[0].dtype), dout, PRECISION)
+        if WANT_DK:
+            delta = tl.load(stats + stats_delta + rows)
+            if EDGE:
+                delta = tl.where(rows < remaining, delta, 0.0)
+            dp = chunks.inner(v, dout, PRECISION)
+            ds = p * (dp - delta[None, :]) * dscore
+            dk = chunks.accumulate(dk, ds.to(q[0].dtype), q, PRECISION)
+        i += 1
+        h = tl.where(i == end, h + 1, h)
+        i = tl.where(i == end, begin, i)
     return dk, dv
 
 
@@ -148,6 +163,7 @@ def dkdv_kernel(
     scale: tl.float32, softcap: tl.float32, left: tl.int32, right: tl.int32,
     UNIT: tl.constexpr, PACKED: tl.constexpr, HAS_USED_Q: tl.constexpr, HAS_USED_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -173,9 +189,14 @@ def dkdv_kernel(
     v_base = v_ptr + b * (v_batch * UNIT) + (start + first64) * (v_row * UNIT) + head_k * (v_head * UNIT)
     tile = tl.arange(0, BLOCK_N)
     k = chunks.load(k_base, tile, k_row * UNIT, used_k - first, CHUNKS, HEAD_DIM)
-    v = chunks.load(v_base, tile, v_row * UNIT, used_k - first, CHUNKS_V, HEAD_DIM_V)
-    dk = chunks.zeros(BLOCK_N, CHUNKS)
-    dv = chunks.zeros(BLOCK_N, CHUNKS_V)
+    v = 0
+    dk = 0
+    dv = 0
+    if WANT_DK:
+        v = chunks.load(v_base, tile, v_row * UNIT, used_k - first, CHUNKS_V, HEAD_DIM_V)
+        dk = chunks.zeros(BLOCK_N, CHUNKS)
+    if WANT_DV:
+        dv = chunks.zeros(BLOCK_N, CHUNKS_V)
 
     offset = used_k - used_q
     keys = first + tile
@@ -184,63 +205,74 @@ def dkdv_kernel(
     begin, full_begin, full_end, end = ranges.visible_tiles(
         first, last, -offset, right, left, rows, BLOCK_M, HAS_RIGHT, HAS_LEFT
     )
-    # One loop over (head of the group, tile): nested loops held 100 registers more and spilled.
     head = head_k * group
     q_base = q_ptr + b * (q_batch * UNIT) + q_start * q_row + head * (q_head * UNIT)
     dout_base = dout_ptr + b * (dout_batch * UNIT) + q_start * dout_row + head * (dout_head * UNIT)
     stats_base = stats_ptr + b * (stats_batch * STATS_UNIT) + head * (stats_head * STATS_UNIT)
     if PACKED:
         stats_base += q_start
-    count = end - begin
-    h = 0
-    i = begin
-    for _ in range(0, group * count):
-        dk, dv = dkdv_tile(
-            dk, dv, k, v,
-            q_base + h * (q_head * UNIT), dout_base + h * (dout_head * UNIT),
-            stats_base + h * (stats_head * STATS_UNIT),
-            q_row, dout_row, stats_delta * STATS_UNIT,
-            i * BLOCK_M, keys, offset, used_q, used_k, scale, softcap, left, right,
-            (i < full_begin) | (i >= full_end), HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+    if HAS_RIGHT:
+        dk, dv = add_to_dkdv(
+            dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, q_head * UNIT, dout_head * UNIT,
+            stats_head * STATS_UNIT, stats_delta * STATS_UNIT, begin, full_begin, group, keys, offset,
+            used_q, scale, softcap, left, right, True, WANT_DK, WANT_DV,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
             CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
         )  # fmt: skip
-        i += 1
-        h = tl.where(i == end, h + 1, h)
-        i = tl.where(i == end, begin, i)
+    dk, dv = add_to_dkdv(
+        dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, q_head * UNIT, dout_head * UNIT,
+        stats_head * STATS_UNIT, stats_delta * STATS_UNIT, full_begin, full_end, group, keys, offset,
+        used_q, scale, softcap, left, right, False, WANT_DK, WANT_DV,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
+    )  # fmt: skip
+    dk, dv = add_to_dkdv(
+        dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, q_head * UNIT, dout_head * UNIT,
+        stats_head * STATS_UNIT, stats_delta * STATS_UNIT, full_end, end, group, keys, offset,
+        used_q, scale, softcap, left, right, True, WANT_DK, WANT_DV,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
+    )  # fmt: skip
 
-    dk_base = dk_ptr + b * (dk_batch * UNIT) + (start + first64) * (dk_row * UNIT) + head_k * (dk_head * UNIT)
-    dv_base = dv_ptr + b * (dv_batch * UNIT) + (start + first64) * (dv_row * UNIT) + head_k * (dv_head * UNIT)
     exists = keys < used_k
-    dk = chunks.keep(chunks.scale(dk, tl.full([BLOCK_N], scale, tl.float32)), exists)
-    chunks.store(dk_base, tile, dk_row * UNIT, length - first, dk, CHUNKS, HEAD_DIM)
-    chunks.store(dv_base, tile, dv_row * UNIT, length - first, chunks.keep(dv, exists), CHUNKS_V, HEAD_DIM_V)
+    at = start + first64
+    if WANT_DK:
+        dk_base = dk_ptr + b * (dk_batch * UNIT) + at * (dk_row * UNIT) + head_k * (dk_head * UNIT)
+        dk = chunks.keep(chunks.scale(dk, tl.full([BLOCK_N], scale, tl.float32)), exists)
+        chunks.store(dk_base, tile, dk_row * UNIT, length - first, dk, CHUNKS, HEAD_DIM)
+    if WANT_DV:
+        dv_base = dv_ptr + b * (dv_batch * UNIT) + at * (dv_row * UNIT) + head_k * (dv_head * UNIT)
+        dv = chunks.keep(dv, exists)
+        chunks.store(dv_base, tile, dv_row * UNIT, length - first, dv, CHUNKS_V, HEAD_DIM_V)
 
 
 @triton.jit
-def dq_tile(
-    dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, first, rows, offset, used_q, used_k,
+def add_to_dq(
+    dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, begin, end, rows, offset, used_k,
     scale, softcap, left, right,
-    edge, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One key tile into dq. `edge`: not every row sees every key, so a mask is needed."""
-    keys = tl.arange(0, BLOCK_N)
-    k_tile = k_base + first * k_row
-    v_tile = v_base + first * v_row
-    remaining = used_k - first
-    k = chunks.load(k_tile, keys, k_row, remaining, CHUNKS, HEAD_DIM)
-    v = chunks.load(v_tile, keys, v_row, remaining, CHUNKS_V, HEAD_DIM_V)
-    s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
-    p, dscore = probabilities(s, lse[:, None], scale, softcap, HAS_SOFTCAP)
-    if edge:
-        seen = ranges.visible(
-            rows[:, None], (first + keys)[None, :], offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
-        )
-        p = tl.where(seen, p, 0.0)
-    dp = chunks.inner(dout, v, PRECISION)
-    ds = p * (dp - delta[:, None]) * dscore
-    return chunks.accumulate(dq, ds.to(k[0].dtype), k, PRECISION)
+    """Key tiles begin .. end - 1 into dq. EDGE: not every row sees every key."""
+    tile = tl.arange(0, BLOCK_N)
+    for j in range(begin, end):
+        first = j * BLOCK_N
+        remaining = used_k - first
+        k = chunks.load(k_base + first * k_row, tile, k_row, remaining, CHUNKS, HEAD_DIM, not EDGE)
+        v = chunks.load(v_base + first * v_row, tile, v_row, remaining, CHUNKS_V, HEAD_DIM_V, not EDGE)
+        s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
+        p, dscore = probabilities(s, lse[:, None], scale, softcap, HAS_SOFTCAP)
+        if EDGE:
+            keys = (first + tile)[None, :]
+            seen = ranges.visible(
+                keys < used_k, rows[:, None], keys, offset, left, right, HAS_LEFT, HAS_RIGHT
+            )
+            p = tl.where(seen, p, 0.0)
+        dp = chunks.inner(dout, v, PRECISION)
+        ds = p * (dp - delta[:, None]) * dscore
+        dq = chunks.accumulate(dq, ds.to(k[0].dtype), k, PRECISION)
+    return dq
 
 
 @triton.jit(
@@ -302,11 +334,21 @@ def dq_kernel(
     begin, full_begin, full_end, end = ranges.visible_tiles(
         first, last, offset, left, right, keys, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    for j in range(begin, end):
-        dq = dq_tile(
-            dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, j * BLOCK_N, rows, offset, used_q, used_k,
-            scale, softcap, left, right, (j < full_begin) | (j >= full_end), HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+    if HAS_LEFT:
+        dq = add_to_dq(
+            dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, begin, full_begin, rows, offset,
+            used_k, scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
             CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
         )  # fmt: skip
+    dq = add_to_dq(
+        dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, full_begin, full_end, rows, offset,
+        used_k, scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+    )  # fmt: skip
+    dq = add_to_dq(
+        dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, full_end, end, rows, offset,
+        used_k, scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+    )  # fmt: skip
     dq = chunks.keep(chunks.scale(dq, tl.full([BLOCK_M], scale, tl.float32)), lse != float("inf"))
     chunks.store(dq_base, tile, dq_row * UNIT, length - first, dq, CHUNKS, HEAD_DIM)

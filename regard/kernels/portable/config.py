@@ -27,17 +27,20 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """dv: where given, dkdv_kernel runs twice, for dk with `dkdv` and for dv with this."""
+
     head_dim: int
     forward: Config
     dkdv: Config
     dq: Config
+    dv: Config | None = None
 
 
 # Hopper: 227 KB of shared memory, wgmma.
 HOPPER = (
-    Row(64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    Row(128, Config(128, 64, 8, 3), Config(32, 64, 4, 3), Config(128, 64, 8, 3)),
-    Row(256, Config(64, 32, 8, 2), Config(64, 32, 8, 2), Config(128, 32, 8, 3)),
+    Row(64, Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 4, 3)),
+    Row(128, Config(128, 128, 8, 3), Config(32, 64, 4, 3), Config(128, 64, 8, 3)),
+    Row(256, Config(64, 32, 8, 2), Config(32, 128, 8, 3), Config(128, 32, 8, 3), Config(32, 128, 8, 3)),
     Row(512, Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 )
 # Ampere and Blackwell data center: 163 KB and up.

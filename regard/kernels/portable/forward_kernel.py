@@ -30,7 +30,7 @@ def capped(s, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend(
-    acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, begin, end, rows, offset, used_q, used_k,
+    acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, begin, end, rows, offset, used_k,
     scale, softcap, left, right,
     EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -46,17 +46,17 @@ def attend(
     for j in range(begin, end):
         first = j * BLOCK_N
         remaining = used_k - first
-        k = chunks.load(k_base + first * k_row, tile, k_row, remaining, CHUNKS, HEAD_DIM)
+        k = chunks.load(k_base + first * k_row, tile, k_row, remaining, CHUNKS, HEAD_DIM, not EDGE)
         s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
         s, factor = capped(s, scale, softcap, HAS_SOFTCAP)
         if EDGE:
             keys = (first + tile)[None, :]
             seen = ranges.visible(
-                rows[:, None], keys, offset, left, right, used_q, used_k, HAS_LEFT, HAS_RIGHT
+                keys < used_k, rows[:, None], keys, offset, left, right, HAS_LEFT, HAS_RIGHT
             )
             s = tl.where(seen, s, float("-inf"))
         p, m_i, l_i, alpha = softmax.running_softmax(s, factor, m_i, l_i)
-        v = chunks.load(v_base + first * v_row, tile, v_row, remaining, CHUNKS_V, HEAD_DIM_V)
+        v = chunks.load(v_base + first * v_row, tile, v_row, remaining, CHUNKS_V, HEAD_DIM_V, not EDGE)
         weights = p.to(v[0].dtype)
         w_i = w_i * alpha + tl.sum(weights.to(tl.float32), 1)
         acc = chunks.accumulate(chunks.scale(acc, alpha), weights, v, PRECISION)
@@ -119,16 +119,16 @@ def forward_kernel(
     if HAS_LEFT:
         acc, m_i, l_i, w_i = attend(
             acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, begin, full_begin, rows, offset,
-            used_q, used_k, scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+            used_k, scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
             CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
         )  # fmt: skip
     acc, m_i, l_i, w_i = attend(
         acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, full_begin, full_end, rows, offset,
-        used_q, used_k, scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        used_k, scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
         CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
     )  # fmt: skip
     acc, m_i, l_i, w_i = attend(
-        acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, full_end, end, rows, offset, used_q, used_k,
+        acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, full_end, end, rows, offset, used_k,
         scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
         CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
     )  # fmt: skip

@@ -58,19 +58,23 @@ def backward(p: Problem, x: Inputs, incoming: Incoming, grads: Gradients) -> Non
         read = {"q": x.q, "k": x.k, "v": x.v, "dout": incoming.dout}
         if grads.dk is not None and grads.dv is not None:
             tensors = read | {"dk": grads.dk, "dv": grads.dv}
-            cfg = config.choose(p, _unit(tensors) > 1).dkdv
-            tiles, table = _key_tiles(p, x, cfg.block_n)
-            _launch(
-                dkdv_kernel,
-                _programs(p, tiles, p.heads_k),
-                cfg,
-                tensors,
-                _features(p, tensors),
-                _common(p, x, tiles, table),
-                BLOCK_M=cfg.block_m,
-                BLOCK_N=cfg.block_n,
-                **per_row,
-            )
+            row = config.choose(p, _unit(tensors) > 1)
+            passes = ((row.dkdv, True, row.dv is None), *([] if row.dv is None else [(row.dv, False, True)]))
+            for cfg, want_dk, want_dv in passes:
+                tiles, table = _key_tiles(p, x, cfg.block_n)
+                _launch(
+                    dkdv_kernel,
+                    _programs(p, tiles, p.heads_k),
+                    cfg,
+                    tensors,
+                    _features(p, tensors),
+                    _common(p, x, tiles, table),
+                    WANT_DK=want_dk,
+                    WANT_DV=want_dv,
+                    BLOCK_M=cfg.block_m,
+                    BLOCK_N=cfg.block_n,
+                    **per_row,
+                )
         if grads.dq is not None:
             tensors = read | {"dq": grads.dq}
             cfg = config.choose(p, _unit(tensors) > 1).dq
