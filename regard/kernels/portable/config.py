@@ -27,20 +27,36 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """dv: where given, dkdv_kernel runs twice, for dk with `dkdv` and for dv with this."""
+    """The configurations of head dims up to head_dim.
+
+    dv: where given, dkdv_kernel runs twice, for dk with `dkdv` and for dv with this: one more product a tile
+    pair, but each holds one accumulator alone and its tiles are twice as large.
+    plain: serves no softcap and no window to the left, which take registers.
+    """
 
     head_dim: int
     forward: Config
     dkdv: Config
     dq: Config
     dv: Config | None = None
+    plain: bool = False
 
 
 # Hopper: 227 KB of shared memory, wgmma.
 HOPPER = (
-    Row(64, Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 4, 3)),
-    Row(128, Config(128, 128, 8, 3), Config(32, 64, 4, 3), Config(128, 64, 8, 3)),
-    Row(256, Config(64, 32, 8, 2), Config(32, 128, 8, 3), Config(128, 32, 8, 3), Config(32, 128, 8, 3)),
+    Row(64, Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 4, 3), plain=True),
+    Row(64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    Row(128, Config(128, 128, 8, 3), Config(32, 64, 4, 3), Config(128, 64, 8, 3), plain=True),
+    Row(128, Config(128, 64, 8, 3), Config(32, 64, 4, 3), Config(128, 64, 8, 3)),
+    Row(
+        256,
+        Config(128, 64, 8, 2),
+        Config(32, 128, 8, 3),
+        Config(128, 32, 8, 3),
+        Config(32, 128, 8, 3),
+        plain=True,
+    ),
+    Row(256, Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(128, 32, 8, 3), Config(32, 128, 8, 3)),
     Row(512, Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 )
 # Ampere and Blackwell data center: 163 KB and up.
@@ -94,4 +110,5 @@ def choose(problem: Problem, aligned: bool) -> Row:
     else:
         rows = SMALL
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return next(row for row in rows if head_dim <= row.head_dim)
+    plain = problem.softcap == 0 and problem.window_left is None
+    return next(row for row in rows if head_dim <= row.head_dim and (plain or not row.plain))
