@@ -2,9 +2,6 @@
 
 A tile's head dimension is a sum of powers of two (80 = 64 + 16, 192 = 128 + 64), and operands and
 accumulators are tuples with one tensor a chunk, so that no product is padded to the next power of two.
-
-Rows lie row_stride units of UNIT elements apart. A row's index and its stride are 32 bits wide: their 64-bit
-product is one instruction, and where a loop adds to the index the compiler holds no table of products.
 """
 
 import triton
@@ -27,20 +24,14 @@ def _columns_before(chunks, i):
 
 
 @triton.jit
-def _offsets(rows, row_stride, UNIT: tl.constexpr):
-    return rows[:, None].to(tl.int64) * row_stride * UNIT
-
-
-@triton.jit
 def load(
-    base, rows, row_stride, limit, UNIT: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WHOLE: tl.constexpr = False,
+    base, rows, row_stride, limit, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr, WHOLE: tl.constexpr = False
 ):  # fmt: skip
     """Rows of (.., HEAD_DIM) at base as a tuple of (rows, chunk) tiles; 0 past limit. WHOLE: none is past."""
     tiles = ()
     for i in tl.static_range(len(CHUNKS)):
         columns = _columns_before(CHUNKS, i) + tl.arange(0, CHUNKS[i])
-        pointers = base + _offsets(rows, row_stride, UNIT) + columns[None, :]
+        pointers = base + rows[:, None] * row_stride + columns[None, :]
         if _columns_before(CHUNKS, i + 1) > HEAD_DIM:  # only the last chunk can be padded
             mask = (rows[:, None] < limit) | WHOLE
             tiles = tiles + (tl.load(pointers, mask=mask & (columns[None, :] < HEAD_DIM), other=0.0),)
@@ -52,30 +43,44 @@ def load(
 
 
 @triton.jit
-def store(
-    base, rows, row_stride, limit, tiles, UNIT: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr
-):  # fmt: skip
+def store(base, rows, row_stride, limit, tiles, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Write the tuple of tiles to rows below limit."""
     for i in tl.static_range(len(CHUNKS)):
         columns = _columns_before(CHUNKS, i) + tl.arange(0, CHUNKS[i])
-        pointers = base + _offsets(rows, row_stride, UNIT) + columns[None, :]
-        mask = (rows[:, None] < limit) & (columns[None, :] < HEAD_DIM)
+        pointers = base + rows[:, None] * row_stride + columns[None, :]
+        mask = rows[:, None] < limit
+        if _columns_before(CHUNKS, i + 1) > HEAD_DIM:  # only the last chunk can be padded
+            mask = mask & (columns[None, :] < HEAD_DIM)
         tl.store(pointers, tiles[i].to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def _store_both(base, rest_base, rows, row_stride, limit, tile, COLUMN: tl.constexpr, HEAD_DIM: tl.constexpr):
+    columns = COLUMN + tl.arange(0, tile.shape[1])
+    mask = (rows[:, None] < limit) & (columns[None, :] < HEAD_DIM)
+    at = rows[:, None] * row_stride + columns[None, :]
+    rounded = tile.to(base.dtype.element_ty)
+    tl.store(base + at, rounded, mask=mask)
+    tl.store(rest_base + at, (tile - rounded.to(tl.float32)).to(rounded.dtype), mask=mask)
+
+
+@triton.jit
 def store_with_rest(
-    base, rest_base, rows, row_stride, limit, tiles,
-    UNIT: tl.constexpr, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    base, rest_base, rows, row_stride, limit, tiles, CHUNKS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """`store`, and what its rounding leaves off to rest_base. Chunk by chunk: all of both at once spills."""
+    """`store`, and what its rounding leaves off to rest_base. 64 columns at a time: more of both spills."""
     for i in tl.static_range(len(CHUNKS)):
-        columns = _columns_before(CHUNKS, i) + tl.arange(0, CHUNKS[i])
-        mask = (rows[:, None] < limit) & (columns[None, :] < HEAD_DIM)
-        at = _offsets(rows, row_stride, UNIT) + columns[None, :]
-        rounded = tiles[i].to(base.dtype.element_ty)
-        tl.store(base + at, rounded, mask=mask)
-        tl.store(rest_base + at, (tiles[i] - rounded.to(tl.float32)).to(rounded.dtype), mask=mask)
+        if CHUNKS[i] == 128:
+            halves = tl.permute(tl.reshape(tiles[i], (rows.shape[0], 2, 64)), (0, 2, 1))
+            left, right = tl.split(halves)
+            _store_both(base, rest_base, rows, row_stride, limit, left, _columns_before(CHUNKS, i), HEAD_DIM)
+            _store_both(
+                base, rest_base, rows, row_stride, limit, right, _columns_before(CHUNKS, i) + 64, HEAD_DIM
+            )
+        else:
+            _store_both(
+                base, rest_base, rows, row_stride, limit, tiles[i], _columns_before(CHUNKS, i), HEAD_DIM
+            )
 
 
 @triton.jit

@@ -41,8 +41,8 @@ def _strides(*names: str) -> list[str]:
 )
 def delta_kernel(
     out_ptr, rest_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr,
-    out_batch: tl.int64, out_row: tl.int32, out_head: tl.int64,
-    dout_batch: tl.int64, dout_row: tl.int32, dout_head: tl.int64,
+    out_batch: tl.int64, out_row: tl.int64, out_head: tl.int64,
+    dout_batch: tl.int64, dout_row: tl.int64, dout_head: tl.int64,
     dlse_batch: tl.int64, dlse_row: tl.int64, dlse_head: tl.int64,
     rows: tl.int32, heads: tl.int32, tiles: tl.int32, stats_head: tl.int64, stats_delta: tl.int64,
     UNIT: tl.constexpr, HAS_REST: tl.constexpr, HAS_DLSE: tl.constexpr,
@@ -62,14 +62,14 @@ def delta_kernel(
     row64 = row.to(tl.int64)
     out_base = out_ptr + batch * (out_batch * UNIT) + head * (out_head * UNIT)
     dout_base = dout_ptr + batch * (dout_batch * UNIT) + head * (dout_head * UNIT)
-    out = chunks.load(out_base, row, out_row, rows, UNIT, CHUNKS_V, HEAD_DIM_V)
-    dout = chunks.load(dout_base, row, dout_row, rows, UNIT, CHUNKS_V, HEAD_DIM_V)
+    out = chunks.load(out_base, row64, out_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V)
+    dout = chunks.load(dout_base, row64, dout_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V)
     delta = tl.zeros([BLOCK_M], tl.float32)
     for i in tl.static_range(len(CHUNKS_V)):
         delta += tl.sum(out[i].to(tl.float32) * dout[i].to(tl.float32), 1)
     if HAS_REST:
         rest_base = rest_ptr + batch * (out_batch * UNIT) + head * (out_head * UNIT)
-        rest = chunks.load(rest_base, row, out_row, rows, UNIT, CHUNKS_V, HEAD_DIM_V)
+        rest = chunks.load(rest_base, row64, out_row * UNIT, rows, CHUNKS_V, HEAD_DIM_V)
         for i in tl.static_range(len(CHUNKS_V)):
             delta += tl.sum(rest[i].to(tl.float32) * dout[i].to(tl.float32), 1)
     inside = row < rows
@@ -101,8 +101,8 @@ def add_to_dkdv(
     begin, end, group, keys, offset, used_q, scale, softcap, left, right,
     EDGE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Query tiles begin .. end - 1 of a group's heads into (dk, dv). EDGE: not every row sees every key.
 
@@ -111,30 +111,32 @@ def add_to_dkdv(
     predicate of its own. What lies past used_q there is finite or not, but it is allocated.
     One loop over (head, tile): nested loops held 100 registers more and spilled.
     """
-    tile = tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_M)
     h = 0
     i = begin
     for _ in range(0, group * (end - begin)):
-        rows = i * BLOCK_M + tile
-        q = chunks.load(q_base + h * q_head, rows, q_row, used_q, UNIT, CHUNKS, HEAD_DIM, not EDGE)
-        stats = stats_base + h * stats_head
+        first = i * BLOCK_M
+        remaining = used_q - first
+        q_tile = q_base + h * q_head + first * q_row
+        q = chunks.load(q_tile, rows, q_row, remaining, CHUNKS, HEAD_DIM, not EDGE)
+        stats = stats_base + h * stats_head + first
         lse = tl.load(stats + rows)
         s = chunks.inner(k, q, PRECISION)  # (BLOCK_N, BLOCK_M)
         p, dscore = probabilities(s, lse[None, :], scale, softcap, HAS_SOFTCAP)
         if EDGE:
-            exists = (rows < used_q)[None, :]
+            exists = (rows < remaining)[None, :]
             seen = ranges.visible(
-                exists, rows[None, :], keys[:, None], offset, left, right, HAS_LEFT, HAS_RIGHT
+                exists, (first + rows)[None, :], keys[:, None], offset, left, right, HAS_LEFT, HAS_RIGHT
             )
             p = tl.where(seen, p, 0.0)
-        dout_head_base = dout_base + h * dout_head
-        dout = chunks.load(dout_head_base, rows, dout_row, used_q, UNIT, CHUNKS_V, HEAD_DIM_V, not EDGE)
+        dout_tile = dout_base + h * dout_head + first * dout_row
+        dout = chunks.load(dout_tile, rows, dout_row, remaining, CHUNKS_V, HEAD_DIM_V, not EDGE)
         if WANT_DV:
             dv = chunks.accumulate(dv, p.to(dout[0].dtype), dout, PRECISION)
         if WANT_DK:
             delta = tl.load(stats + stats_delta + rows)
             if EDGE:
-                delta = tl.where(rows < used_q, delta, 0.0)
+                delta = tl.where(rows < remaining, delta, 0.0)
             dp = chunks.inner(v, dout, PRECISION)
             ds = p * (dp - delta[None, :]) * dscore
             dk = chunks.accumulate(dk, ds.to(q[0].dtype), q, PRECISION)
@@ -150,12 +152,12 @@ def add_to_dkdv(
 )
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, stats_ptr, table_ptr, used_q_ptr, used_k_ptr,
-    q_batch: tl.int64, q_row: tl.int32, q_head: tl.int64,
-    k_batch: tl.int64, k_row: tl.int32, k_head: tl.int64,
-    v_batch: tl.int64, v_row: tl.int32, v_head: tl.int64,
-    dout_batch: tl.int64, dout_row: tl.int32, dout_head: tl.int64,
-    dk_batch: tl.int64, dk_row: tl.int32, dk_head: tl.int64,
-    dv_batch: tl.int64, dv_row: tl.int32, dv_head: tl.int64,
+    q_batch: tl.int64, q_row: tl.int64, q_head: tl.int64,
+    k_batch: tl.int64, k_row: tl.int64, k_head: tl.int64,
+    v_batch: tl.int64, v_row: tl.int64, v_head: tl.int64,
+    dout_batch: tl.int64, dout_row: tl.int64, dout_head: tl.int64,
+    dk_batch: tl.int64, dk_row: tl.int64, dk_head: tl.int64,
+    dv_batch: tl.int64, dv_row: tl.int64, dv_head: tl.int64,
     rows_q: tl.int32, rows_k: tl.int32, heads_q: tl.int32, group: tl.int32, tiles: tl.int32,
     stats_batch: tl.int64, stats_head: tl.int64, stats_delta: tl.int64,
     scale: tl.float32, softcap: tl.float32, left: tl.int32, right: tl.int32,
@@ -180,18 +182,18 @@ def dkdv_kernel(
     start = start.to(tl.int64)
     q_start = q_start.to(tl.int64)
     b = batch.to(tl.int64)
-    at = start + first.to(tl.int64)
-    k_base = k_ptr + (b * k_batch + at * k_row + head_k * k_head) * UNIT
-    v_base = v_ptr + (b * v_batch + at * v_row + head_k * v_head) * UNIT
-    dk_base = dk_ptr + (b * dk_batch + at * dk_row + head_k * dk_head) * UNIT
-    dv_base = dv_ptr + (b * dv_batch + at * dv_row + head_k * dv_head) * UNIT
+    first64 = first.to(tl.int64)
+    q_row = q_row * UNIT
+    dout_row = dout_row * UNIT
+    k_base = k_ptr + b * (k_batch * UNIT) + (start + first64) * (k_row * UNIT) + head_k * (k_head * UNIT)
+    v_base = v_ptr + b * (v_batch * UNIT) + (start + first64) * (v_row * UNIT) + head_k * (v_head * UNIT)
     tile = tl.arange(0, BLOCK_N)
-    k = chunks.load(k_base, tile, k_row, used_k - first, UNIT, CHUNKS, HEAD_DIM)
+    k = chunks.load(k_base, tile, k_row * UNIT, used_k - first, CHUNKS, HEAD_DIM)
     v = 0
     dk = 0
     dv = 0
     if WANT_DK:
-        v = chunks.load(v_base, tile, v_row, used_k - first, UNIT, CHUNKS_V, HEAD_DIM_V)
+        v = chunks.load(v_base, tile, v_row * UNIT, used_k - first, CHUNKS_V, HEAD_DIM_V)
         dk = chunks.zeros(BLOCK_N, CHUNKS)
     if WANT_DV:
         dv = chunks.zeros(BLOCK_N, CHUNKS_V)
@@ -204,8 +206,8 @@ def dkdv_kernel(
         first, last, -offset, right, left, rows, BLOCK_M, HAS_RIGHT, HAS_LEFT
     )
     head = head_k * group
-    q_base = q_ptr + (b * q_batch + q_start * q_row + head * q_head) * UNIT
-    dout_base = dout_ptr + (b * dout_batch + q_start * dout_row + head * dout_head) * UNIT
+    q_base = q_ptr + b * (q_batch * UNIT) + q_start * q_row + head * (q_head * UNIT)
+    dout_base = dout_ptr + b * (dout_batch * UNIT) + q_start * dout_row + head * (dout_head * UNIT)
     stats_base = stats_ptr + b * (stats_batch * STATS_UNIT) + head * (stats_head * STATS_UNIT)
     if PACKED:
         stats_base += q_start
@@ -215,30 +217,33 @@ def dkdv_kernel(
             stats_head * STATS_UNIT, stats_delta * STATS_UNIT, begin, full_begin, group, keys, offset,
             used_q, scale, softcap, left, right, True, WANT_DK, WANT_DV,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-            UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
+            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
         )  # fmt: skip
     dk, dv = add_to_dkdv(
         dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, q_head * UNIT, dout_head * UNIT,
         stats_head * STATS_UNIT, stats_delta * STATS_UNIT, full_begin, full_end, group, keys, offset,
         used_q, scale, softcap, left, right, False, WANT_DK, WANT_DV,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-        UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
     )  # fmt: skip
     dk, dv = add_to_dkdv(
         dk, dv, k, v, q_base, dout_base, stats_base, q_row, dout_row, q_head * UNIT, dout_head * UNIT,
         stats_head * STATS_UNIT, stats_delta * STATS_UNIT, full_end, end, group, keys, offset,
         used_q, scale, softcap, left, right, True, WANT_DK, WANT_DV,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-        UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_M, PRECISION,
     )  # fmt: skip
 
     exists = keys < used_k
+    at = start + first64
     if WANT_DK:
+        dk_base = dk_ptr + b * (dk_batch * UNIT) + at * (dk_row * UNIT) + head_k * (dk_head * UNIT)
         dk = chunks.keep(chunks.scale(dk, tl.full([BLOCK_N], scale, tl.float32)), exists)
-        chunks.store(dk_base, tile, dk_row, length - first, dk, UNIT, CHUNKS, HEAD_DIM)
+        chunks.store(dk_base, tile, dk_row * UNIT, length - first, dk, CHUNKS, HEAD_DIM)
     if WANT_DV:
+        dv_base = dv_ptr + b * (dv_batch * UNIT) + at * (dv_row * UNIT) + head_k * (dv_head * UNIT)
         dv = chunks.keep(dv, exists)
-        chunks.store(dv_base, tile, dv_row, length - first, dv, UNIT, CHUNKS_V, HEAD_DIM_V)
+        chunks.store(dv_base, tile, dv_row * UNIT, length - first, dv, CHUNKS_V, HEAD_DIM_V)
 
 
 @triton.jit
@@ -246,21 +251,22 @@ def add_to_dq(
     dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, begin, end, rows, offset, used_k,
     scale, softcap, left, right,
     EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Key tiles begin .. end - 1 into dq. EDGE: not every row sees every key."""
     tile = tl.arange(0, BLOCK_N)
     for j in range(begin, end):
-        keys = j * BLOCK_N + tile
-        k = chunks.load(k_base, keys, k_row, used_k, UNIT, CHUNKS, HEAD_DIM, not EDGE)
-        v = chunks.load(v_base, keys, v_row, used_k, UNIT, CHUNKS_V, HEAD_DIM_V, not EDGE)
+        first = j * BLOCK_N
+        remaining = used_k - first
+        k = chunks.load(k_base + first * k_row, tile, k_row, remaining, CHUNKS, HEAD_DIM, not EDGE)
+        v = chunks.load(v_base + first * v_row, tile, v_row, remaining, CHUNKS_V, HEAD_DIM_V, not EDGE)
         s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
         p, dscore = probabilities(s, lse[:, None], scale, softcap, HAS_SOFTCAP)
         if EDGE:
-            exists = (keys < used_k)[None, :]
+            keys = (first + tile)[None, :]
             seen = ranges.visible(
-                exists, rows[:, None], keys[None, :], offset, left, right, HAS_LEFT, HAS_RIGHT
+                keys < used_k, rows[:, None], keys, offset, left, right, HAS_LEFT, HAS_RIGHT
             )
             p = tl.where(seen, p, 0.0)
         dp = chunks.inner(dout, v, PRECISION)
@@ -275,11 +281,11 @@ def add_to_dq(
 )
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, stats_ptr, table_ptr, used_q_ptr, used_k_ptr,
-    q_batch: tl.int64, q_row: tl.int32, q_head: tl.int64,
-    k_batch: tl.int64, k_row: tl.int32, k_head: tl.int64,
-    v_batch: tl.int64, v_row: tl.int32, v_head: tl.int64,
-    dout_batch: tl.int64, dout_row: tl.int32, dout_head: tl.int64,
-    dq_batch: tl.int64, dq_row: tl.int32, dq_head: tl.int64,
+    q_batch: tl.int64, q_row: tl.int64, q_head: tl.int64,
+    k_batch: tl.int64, k_row: tl.int64, k_head: tl.int64,
+    v_batch: tl.int64, v_row: tl.int64, v_head: tl.int64,
+    dout_batch: tl.int64, dout_row: tl.int64, dout_head: tl.int64,
+    dq_batch: tl.int64, dq_row: tl.int64, dq_head: tl.int64,
     rows_q: tl.int32, rows_k: tl.int32, heads_q: tl.int32, group: tl.int32, tiles: tl.int32,
     stats_batch: tl.int64, stats_head: tl.int64, stats_delta: tl.int64,
     scale: tl.float32, softcap: tl.float32, left: tl.int32, right: tl.int32,
@@ -304,19 +310,20 @@ def dq_kernel(
     k_start = k_start.to(tl.int64)
     b = batch.to(tl.int64)
     at = start.to(tl.int64) + first.to(tl.int64)
-    head_k = head // group
-    q_base = q_ptr + (b * q_batch + at * q_row + head * q_head) * UNIT
-    dout_base = dout_ptr + (b * dout_batch + at * dout_row + head * dout_head) * UNIT
-    dq_base = dq_ptr + (b * dq_batch + at * dq_row + head * dq_head) * UNIT
-    k_base = k_ptr + (b * k_batch + k_start * k_row + head_k * k_head) * UNIT
-    v_base = v_ptr + (b * v_batch + k_start * v_row + head_k * v_head) * UNIT
+    k_row = k_row * UNIT
+    v_row = v_row * UNIT
+    q_base = q_ptr + b * (q_batch * UNIT) + at * (q_row * UNIT) + head * (q_head * UNIT)
+    dout_base = dout_ptr + b * (dout_batch * UNIT) + at * (dout_row * UNIT) + head * (dout_head * UNIT)
+    dq_base = dq_ptr + b * (dq_batch * UNIT) + at * (dq_row * UNIT) + head * (dq_head * UNIT)
+    k_base = k_ptr + b * (k_batch * UNIT) + k_start * k_row + (head // group) * (k_head * UNIT)
+    v_base = v_ptr + b * (v_batch * UNIT) + k_start * v_row + (head // group) * (v_head * UNIT)
     stats_base = stats_ptr + b * (stats_batch * STATS_UNIT) + head * (stats_head * STATS_UNIT) + at
 
     tile = tl.arange(0, BLOCK_M)
     rows = first + tile
     exists = rows < used_q
-    q = chunks.load(q_base, tile, q_row, used_q - first, UNIT, CHUNKS, HEAD_DIM)
-    dout = chunks.load(dout_base, tile, dout_row, used_q - first, UNIT, CHUNKS_V, HEAD_DIM_V)
+    q = chunks.load(q_base, tile, q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM)
+    dout = chunks.load(dout_base, tile, dout_row * UNIT, used_q - first, CHUNKS_V, HEAD_DIM_V)
     lse = tl.load(stats_base + tile, mask=exists, other=float("inf"))
     delta = tl.load(stats_base + stats_delta * STATS_UNIT + tile, mask=exists, other=0.0)
     dq = chunks.zeros(BLOCK_M, CHUNKS)
@@ -331,17 +338,17 @@ def dq_kernel(
         dq = add_to_dq(
             dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, begin, full_begin, rows, offset,
             used_k, scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-            UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
         )  # fmt: skip
     dq = add_to_dq(
         dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, full_begin, full_end, rows, offset,
         used_k, scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-        UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
     )  # fmt: skip
     dq = add_to_dq(
         dq, q, dout, lse, delta, k_base, v_base, k_row, v_row, full_end, end, rows, offset,
         used_k, scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-        UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
     )  # fmt: skip
     dq = chunks.keep(chunks.scale(dq, tl.full([BLOCK_M], scale, tl.float32)), lse != float("inf"))
-    chunks.store(dq_base, tile, dq_row, length - first, dq, UNIT, CHUNKS, HEAD_DIM)
+    chunks.store(dq_base, tile, dq_row * UNIT, length - first, dq, CHUNKS, HEAD_DIM)

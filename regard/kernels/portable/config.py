@@ -44,10 +44,10 @@ class Row:
 
 # Hopper: 227 KB of shared memory, wgmma.
 HOPPER = (
-    Row(64, Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 4, 3), plain=True),
-    Row(64, Config(64, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
+    Row(64, Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3), plain=True),
+    Row(64, Config(64, 64, 4, 3), Config(64, 64, 8, 3), Config(64, 64, 4, 3)),
     Row(128, Config(128, 128, 8, 3), Config(32, 64, 4, 3), Config(128, 64, 8, 3), plain=True),
-    Row(128, Config(128, 64, 8, 3), Config(32, 64, 4, 3), Config(128, 64, 8, 3)),
+    Row(128, Config(128, 64, 8, 3), Config(32, 128, 8, 3), Config(128, 64, 8, 3)),
     Row(
         256,
         Config(128, 64, 8, 2),
@@ -56,7 +56,7 @@ HOPPER = (
         Config(32, 128, 8, 3),
         plain=True,
     ),
-    Row(256, Config(64, 64, 8, 2), Config(32, 64, 8, 2), Config(128, 32, 8, 3), Config(32, 128, 8, 3)),
+    Row(256, Config(128, 64, 8, 2), Config(32, 128, 8, 2), Config(128, 32, 8, 3), Config(32, 128, 8, 3)),
     Row(512, Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 )
 # Ampere and Blackwell data center: 163 KB and up.

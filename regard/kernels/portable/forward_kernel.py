@@ -33,8 +33,8 @@ def attend(
     acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, begin, end, rows, offset, used_k,
     scale, softcap, left, right,
     EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    UNIT: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Key tiles begin .. end - 1 into (acc, m_i, l_i, w_i). EDGE: not every row sees every key.
 
@@ -44,18 +44,19 @@ def attend(
     """
     tile = tl.arange(0, BLOCK_N)
     for j in range(begin, end):
-        keys = j * BLOCK_N + tile
-        k = chunks.load(k_base, keys, k_row, used_k, UNIT, CHUNKS, HEAD_DIM, not EDGE)
+        first = j * BLOCK_N
+        remaining = used_k - first
+        k = chunks.load(k_base + first * k_row, tile, k_row, remaining, CHUNKS, HEAD_DIM, not EDGE)
         s = chunks.inner(q, k, PRECISION)  # (BLOCK_M, BLOCK_N)
         s, factor = capped(s, scale, softcap, HAS_SOFTCAP)
         if EDGE:
-            exists = (keys < used_k)[None, :]
+            keys = (first + tile)[None, :]
             seen = ranges.visible(
-                exists, rows[:, None], keys[None, :], offset, left, right, HAS_LEFT, HAS_RIGHT
+                keys < used_k, rows[:, None], keys, offset, left, right, HAS_LEFT, HAS_RIGHT
             )
             s = tl.where(seen, s, float("-inf"))
         p, m_i, l_i, alpha = softmax.running_softmax(s, factor, m_i, l_i)
-        v = chunks.load(v_base, keys, v_row, used_k, UNIT, CHUNKS_V, HEAD_DIM_V, not EDGE)
+        v = chunks.load(v_base + first * v_row, tile, v_row, remaining, CHUNKS_V, HEAD_DIM_V, not EDGE)
         weights = p.to(v[0].dtype)
         w_i = w_i * alpha + tl.sum(weights.to(tl.float32), 1)
         acc = chunks.accumulate(chunks.scale(acc, alpha), weights, v, PRECISION)
@@ -65,10 +66,10 @@ def attend(
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, rest_ptr, lse_ptr, sinks_ptr, table_ptr, used_q_ptr, used_k_ptr,
-    q_batch: tl.int64, q_row: tl.int32, q_head: tl.int64,
-    k_batch: tl.int64, k_row: tl.int32, k_head: tl.int64,
-    v_batch: tl.int64, v_row: tl.int32, v_head: tl.int64,
-    out_batch: tl.int64, out_row: tl.int32, out_head: tl.int64,
+    q_batch: tl.int64, q_row: tl.int64, q_head: tl.int64,
+    k_batch: tl.int64, k_row: tl.int64, k_head: tl.int64,
+    v_batch: tl.int64, v_row: tl.int64, v_head: tl.int64,
+    out_batch: tl.int64, out_row: tl.int64, out_head: tl.int64,
     rows_q: tl.int32, rows_k: tl.int32, heads_q: tl.int32, group: tl.int32, tiles: tl.int32,
     lse_batch: tl.int64, lse_head: tl.int64,
     scale: tl.float32, softcap: tl.float32, left: tl.int32, right: tl.int32,
@@ -95,13 +96,15 @@ def forward_kernel(
     start = start.to(tl.int64)
     k_start = k_start.to(tl.int64)
     b = batch.to(tl.int64)
-    head_k = head // group
-    q_base = q_ptr + (b * q_batch + start * q_row + head * q_head) * UNIT
-    k_base = k_ptr + (b * k_batch + k_start * k_row + head_k * k_head) * UNIT
-    v_base = v_ptr + (b * v_batch + k_start * v_row + head_k * v_head) * UNIT
+    k_row = k_row * UNIT
+    v_row = v_row * UNIT
+    q_base = q_ptr + b * (q_batch * UNIT) + start * (q_row * UNIT) + head * (q_head * UNIT)
+    k_base = k_ptr + b * (k_batch * UNIT) + k_start * k_row + (head // group) * (k_head * UNIT)
+    v_base = v_ptr + b * (v_batch * UNIT) + k_start * v_row + (head // group) * (v_head * UNIT)
 
     rows = first + tl.arange(0, BLOCK_M)
-    q = chunks.load(q_base, rows, q_row, used_q, UNIT, CHUNKS, HEAD_DIM)
+    q_tile = q_base + first * (q_row * UNIT)
+    q = chunks.load(q_tile, tl.arange(0, BLOCK_M), q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM)
     acc = chunks.zeros(BLOCK_M, CHUNKS_V)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -117,30 +120,38 @@ def forward_kernel(
         acc, m_i, l_i, w_i = attend(
             acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, begin, full_begin, rows, offset,
             used_k, scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-            UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+            CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
         )  # fmt: skip
     acc, m_i, l_i, w_i = attend(
         acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, full_begin, full_end, rows, offset,
         used_k, scale, softcap, left, right, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-        UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
     )  # fmt: skip
     acc, m_i, l_i, w_i = attend(
         acc, m_i, l_i, w_i, q, k_base, v_base, k_row, v_row, full_end, end, rows, offset, used_k,
         scale, softcap, left, right, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-        UNIT, CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
+        CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
     )  # fmt: skip
 
-    out_at = (b * out_batch + start * out_row + head * out_head) * UNIT
+    out_at = b * (out_batch * UNIT) + (start + first) * (out_row * UNIT) + head * (out_head * UNIT)
     lse_base = lse_ptr + b * lse_batch + head * lse_head + start
     sink = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
     factor, lse = softmax.finish(m_i, l_i, w_i, sink, rows < used_q, HAS_SINKS)
     tl.store(lse_base + rows, lse, mask=rows < length)
+    tile = tl.arange(0, BLOCK_M)
     acc = chunks.keep(chunks.scale(acc, factor), factor != 0.0)  # 0 for no key, even where v holds inf
     if HAS_REST:
         chunks.store_with_rest(
-            out_ptr + out_at, rest_ptr + out_at, rows, out_row, length, acc, UNIT, CHUNKS_V, HEAD_DIM_V
+            out_ptr + out_at,
+            rest_ptr + out_at,
+            tile,
+            out_row * UNIT,
+            length - first,
+            acc,
+            CHUNKS_V,
+            HEAD_DIM_V,
         )
     else:
-        chunks.store(out_ptr + out_at, rows, out_row, length, acc, UNIT, CHUNKS_V, HEAD_DIM_V)
+        chunks.store(out_ptr + out_at, tile, out_row * UNIT, length - first, acc, CHUNKS_V, HEAD_DIM_V)
