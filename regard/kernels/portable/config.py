@@ -77,18 +77,18 @@ SMALL = (
 # float32 on any GPU.
 FLOAT32 = (
     Row(64, Config(64, 32, 8, 2), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
-    Row(128, Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
-    Row(256, Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    Row(128, Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
+    Row(256, Config(16, 16, 4, 1), Config(16, 32, 8, 1), Config(16, 16, 4, 1)),
     Row(512, Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 )
 # 16-bit rows that do not begin at multiples of 16 bytes, on any GPU: tiles of 32 rows, whose products are
 # mma.sync. Loads of single elements cannot be pipelined, and wgmma on their tiles gave wrong sums on Hopper
 # (Triton 3.6, head dims (33, 7) and (144, 7): it read past its shared memory).
 UNALIGNED = (
-    Row(64, Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    Row(64, Config(32, 32, 8, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     Row(128, Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    Row(256, Config(32, 32, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
-    Row(512, Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    Row(256, Config(32, 32, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    Row(512, Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 )
 # Triton's interpreter: small tiles, so that small inputs have several.
 INTERPRETER = (Row(512, Config(32, 16, 1, 1), Config(16, 32, 1, 1), Config(32, 16, 1, 1)),)

@@ -102,6 +102,7 @@ def forward_kernel(
     k_base = k_ptr + b * (k_batch * UNIT) + k_start * k_row + (head // group) * (k_head * UNIT)
     v_base = v_ptr + b * (v_batch * UNIT) + k_start * v_row + (head // group) * (v_head * UNIT)
 
+    out_at = b * (out_batch * UNIT) + (start + first) * (out_row * UNIT) + head * (out_head * UNIT)
     rows = first + tl.arange(0, BLOCK_M)
     q_tile = q_base + first * (q_row * UNIT)
     q = chunks.load(q_tile, tl.arange(0, BLOCK_M), q_row * UNIT, used_q - first, CHUNKS, HEAD_DIM)
@@ -133,7 +134,6 @@ def forward_kernel(
         CHUNKS, CHUNKS_V, HEAD_DIM, HEAD_DIM_V, BLOCK_N, PRECISION,
     )  # fmt: skip
 
-    out_at = b * (out_batch * UNIT) + (start + first) * (out_row * UNIT) + head * (out_head * UNIT)
     lse_base = lse_ptr + b * lse_batch + head * lse_head + start
     sink = 0.0
     if HAS_SINKS:
