@@ -173,7 +173,7 @@ _HUGE = [
     _dense("huge-batch-65536", "65536x4x8", 64, distinct=61, **(GPU | {"dtypes": FP16})),
     _dense("huge-batch-70001", "70001x4x8", 64, distinct=61, **(GPU | {"dtypes": FP16})),
     _dense("huge-batch-70001-causal", "70001x4x8", 64, causal=True, distinct=61, **(GPU | {"dtypes": FP16})),
-    _packed("huge-pack", [1, 3] * 4000, "2", 64, causal=True, **GPU),
+    _packed("huge-pack", [1, 3] * 1000, "2", 64, causal=True, **GPU),
     _dense("huge-heads", "1x4x70000", 16, **GPU),
     _dense("huge-length", "1x70001x1", 64, window_size=(300, 20), **GPU),
     _dense("huge-keys", "1x1x8:1", 128, sk=300_001, **GPU),

@@ -182,7 +182,7 @@ def dkdv_kernel(
     start = start.to(tl.int64)
     q_start = q_start.to(tl.int64)
     b = batch.to(tl.int64)
-    first64 = first.to(tl.int64)
+    first64 = first.to(tl.uint32).to(tl.int64)  # its upper half takes no register
     q_row = q_row * UNIT
     dout_row = dout_row * UNIT
     k_base = k_ptr + b * (k_batch * UNIT) + (start + first64) * (k_row * UNIT) + head_k * (k_head * UNIT)

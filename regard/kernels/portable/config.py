@@ -46,7 +46,7 @@ class Row:
 HOPPER = (
     Row(64, Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3), plain=True),
     Row(64, Config(64, 64, 4, 3), Config(64, 64, 8, 3), Config(64, 64, 4, 3)),
-    Row(128, Config(128, 128, 8, 3), Config(32, 64, 4, 3), Config(128, 64, 8, 3), plain=True),
+    Row(128, Config(128, 128, 8, 3), Config(32, 64, 4, 2), Config(128, 64, 8, 3), plain=True),
     Row(128, Config(128, 64, 8, 3), Config(32, 128, 8, 3), Config(128, 64, 8, 3)),
     Row(
         256,
