@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -152,13 +153,14 @@ def explain(
     """Which backend serves this call, and why each other one does not. Computes nothing.
 
     Takes the arguments of `attention` or, with cu_seqlens, of `attention_varlen`; tensors on the meta
-    device will do. Raises what the call itself would raise for bad input, but reports a backend that
-    cannot serve instead of raising.
+    device will do: they stand for the GPU where there is one and for the CPU elsewhere. Raises what the
+    call itself would raise for bad input, but reports a backend that cannot serve instead of raising.
     """
     for name, value in hints.items():
         if name not in ("max_seqlen_q", "max_seqlen_k", "return_lse"):
             raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
-        check_hint(name, int(value) if isinstance(value, bool) else value)
+        if name != "return_lse":
+            check_hint(name, value)
     q, k, v = _autocast(q, k, v)
     problem = describe(
         Inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
@@ -169,14 +171,21 @@ def explain(
         softcap=softcap,
         deterministic=deterministic,
     )
+    if problem.device.type == "meta":
+        problem = replace(problem, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return dispatch.explain(problem, backend)
 
 
 def _run(
     problem: Problem, inputs: Inputs, return_lse: bool, backend: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    if inputs.sinks is not None:
-        inputs = inputs._replace(sinks=inputs.sinks.to(torch.promote_types(problem.dtype, torch.float32)))
+    dispatch.check_name(backend)
+    sinks = inputs.sinks
+    if sinks is not None:
+        sinks = sinks.to(torch.promote_types(problem.dtype, torch.float32))
+    # Kernels read these by index alone; a column of a table or an expanded number is copied, a few bytes.
+    small = (None if t is None else t.contiguous() for t in (sinks, *inputs[4:]))
+    inputs = Inputs(*inputs[:3], *small)
     out, lse = ops.attention(problem, inputs, backend)
     return (out, lse) if return_lse else out
 
@@ -184,9 +193,12 @@ def _run(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast as PyTorch's SDPA does: every floating tensor but float64 to its dtype."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    device = first.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
     return tuple(
         t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
         for t in tensors

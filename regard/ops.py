@@ -6,10 +6,11 @@ numbers become a Problem again and the dispatch chooses a backend.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from regard import dispatch
 from regard.problem import Inputs, Problem, build, check_values
@@ -17,6 +18,7 @@ from regard.problem import Inputs, Problem, build, check_values
 
 def attention(problem: Problem, inputs: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a described call, differentiable."""
+    _refuse_tangents(*inputs[:4])
     p = problem
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs[:4] if t is not None)
     out, lse, _ = _forward(
@@ -65,6 +67,8 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, 
     inputs = Inputs(q, k, v, *args[:5])
     problem = build(inputs, *args[5:10])
     backend, differentiable = args[10:]
+    if q.device.type == "meta":  # no backend computes there, so none wants a rest
+        return _all_tensors(empty_results(problem, inputs, rest=False))
     served_by = dispatch.load(dispatch.select(problem, backend))
     return _all_tensors(empty_results(problem, inputs, differentiable and served_by.KEEPS_REST))
 
@@ -139,6 +143,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _differentiate(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    _refuse_tangents(dout, dlse)
     *tensors, out, lse, rest = ctx.saved_tensors
     needs_dq, needs_dk, needs_dv, needs_dsinks = ctx.needs_input_grad[:4]
     needs_dkv = needs_dk or needs_dv
@@ -154,7 +159,19 @@ def _differentiate(
     )
 
 
+def _refuse_second_derivative(ctx: Any, *_: Tensor) -> NoReturn:
+    raise NotImplementedError("regard's attention is differentiated once: no second derivatives")
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """PyTorch would drop a tangent at an operator without a rule for it, and call the derivative 0."""
+    tangents = (forward_ad.unpack_dual(t).tangent for t in tensors if t is not None)  # type: ignore[no-untyped-call]
+    if any(tangent is not None for tangent in tangents):
+        raise NotImplementedError("regard's attention has no forward-mode derivative: use reverse mode")
+
+
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
+_backward.register_autograd(_refuse_second_derivative)
 
 
 def empty_results(problem: Problem, inputs: Inputs, rest: bool) -> dispatch.Results:

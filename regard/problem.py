@@ -166,7 +166,8 @@ def _check_qkv(inputs: Inputs, packed: bool) -> None:
         if not isinstance(t, Tensor):
             _refuse(TypeError, name, f"{type(t).__name__}", "a torch.Tensor")
         if t.layout != torch.strided or t.is_nested:
-            _refuse(TypeError, name, f"layout {t.layout}", "a dense strided tensor")
+            got = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+            _refuse(TypeError, name, got, "a dense strided tensor")
         if t.dim() != rank:
             hint = (
                 "packed input goes through attention_varlen"
