@@ -95,8 +95,8 @@ def call(name: str, packed: bool, sink: float, softcap: float, device: torch.dev
 def test_by_hand(name: str, packed: bool, sink: float, softcap: float, device: torch.device) -> None:
     out, lse, *_ = call(name, packed, sink, softcap, device)
     expected = by_hand(CASES[name][1], sink, softcap)
-    torch.testing.assert_close(out, f64(expected[0], device).view_as(out), rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(lse, f64(expected[1], device), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(out, f64(expected[0], device).view_as(out), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(lse, f64(expected[1], device), rtol=1e-13, atol=1e-13)
 
 
 def test_the_numbers_themselves(device: torch.device) -> None:
