@@ -262,6 +262,35 @@ def test_gradients_through_out_and_lse_add_up(packed: bool, device: torch.device
 
 
 @both
+def test_a_gradient_may_arrive_with_any_strides(
+    packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend's dout has a last stride of 1; what `sum` sends back is one number, expanded."""
+    a = draw(device, packed=packed)
+    leaves, (out, lse) = [a[n] for n in NAMES], attend(a)
+    module = dispatch.load(str(regard.explain(**a).backend))
+    backward, last_strides = module.backward, []
+
+    def watched(problem: Problem, inputs: Inputs, incoming: dispatch.Incoming, *grads: Any) -> None:
+        last_strides.append(incoming.dout.stride(-1))
+        backward(problem, inputs, incoming, *grads)
+
+    monkeypatch.setattr(module, "backward", watched)
+    for dout, dlse in (
+        (torch.ones((), device=device).expand_as(out), torch.ones((), device=device).expand_as(lse)),
+        (
+            torch.randn(*out.shape, 2, device=device)[..., 0],
+            torch.randn(*lse.shape, 2, device=device)[..., 1],
+        ),
+        (torch.randn_like(out.mT).mT, torch.randn_like(lse.mT).mT),
+    ):
+        strided = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True)
+        plain = (t.clone(memory_format=torch.contiguous_format) for t in (dout, dlse))
+        same(strided, torch.autograd.grad((out, lse), leaves, tuple(plain), retain_graph=True))
+    assert last_strides == [1] * 6
+
+
+@both
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(packed: bool, reentrant: bool, device: torch.device) -> None:
     a = draw(device, packed=packed)
