@@ -50,6 +50,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=_device, help="cpu, cuda or cuda:N; default: cuda if there is one")
     parser.add_argument("--backend", choices=dispatch.BACKENDS, help="default: what the dispatch picks")
     parser.add_argument("--quick", action="store_true", help="leave out the large scenarios")
+    parser.add_argument("--jobs", type=_jobs, default=1, metavar="N", help="processes at once; default: 1")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write everything to FILE, too")
 
 
@@ -67,7 +68,7 @@ def _verify(options: argparse.Namespace) -> int:
         options.parser.error(str(error))
     asked = {"backend": options.backend, "quick": options.quick, "patterns": options.patterns}
     console.print(f"regard {regard.__version__}, PyTorch {torch.__version__}, on {report.name(device)}")
-    outcome = report.run_all(runs, skipped, device)
+    outcome = report.run_all(runs, skipped, device, options.jobs)
     if file is not None:
         with file:
             report.write_json(file, outcome, asked)
@@ -193,6 +194,12 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not numbers or min(numbers) < 0:
         raise argparse.ArgumentTypeError(f"expected a shape as 2,4096,16,128, got {text!r}")
     return numbers
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of processes >= 1, got {text!r}")
+    return int(text)
 
 
 def _window(text: str) -> tuple[int | None, int | None]:

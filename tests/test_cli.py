@@ -260,3 +260,14 @@ def test_python_dash_m_runs_it() -> None:
     command = [sys.executable, "-m", "regard", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"regard {regard.__version__}\n"
+
+
+def test_two_processes_give_the_same_table(capsys):
+    assert main(["verify", "tail-s*", "--device", "cpu"]) == 0
+    alone = capsys.readouterr().out
+    assert main(["verify", "tail-s*", "--device", "cpu", "--jobs", "2"]) == 0
+    together = capsys.readouterr().out
+    assert alone.splitlines()[:-1] == together.splitlines()[:-1]  # the last line holds seconds
+    with pytest.raises(SystemExit):
+        main(["verify", "--jobs", "0"])
+    assert "expected a number of processes >= 1, got '0'" in capsys.readouterr().err

@@ -43,8 +43,8 @@ class Outcome:
         return bool(self.results) and not self.failures and not self.not_run
 
 
-def run_all(runs: list[Run], skipped: list[Skipped], device: torch.device) -> Outcome:
-    """Run them in order behind a progress bar on stderr."""
+def run_all(runs: list[Run], skipped: list[Skipped], device: torch.device, jobs: int = 1) -> Outcome:
+    """Run them, so many at once, behind a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -53,7 +53,7 @@ def run_all(runs: list[Run], skipped: list[Skipped], device: torch.device) -> Ou
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(runs))
         results = []
-        executed = suite.execute_all(runs, device)
+        executed = suite.execute_all(runs, device, jobs)
         for run in runs:
             progress.update(task, description=f"{run.scenario.name} {run.dtype_name}")
             results.append(next(executed))

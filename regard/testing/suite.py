@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import multiprocessing
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 import torch
@@ -108,18 +111,48 @@ def failed(run: Run, device: torch.device, message: str) -> Result:
     return Result(name, run.backend, str(device), run.dtype_name, {}, {}, [message])
 
 
-def execute_all(runs: Iterable[Run], device: torch.device) -> Iterator[tuple[Run, Result | None]]:
-    """Each run's result in order. Once the CUDA context is dead nothing is run: later ones have None."""
-    alive = True
-    for run in runs:
-        result = None
-        if alive:
+def execute_all(
+    runs: Iterable[Run], device: torch.device, jobs: int = 1
+) -> Iterator[tuple[Run, Result | None]]:
+    """Each run's result in order, by so many processes at once; 1 is this one.
+
+    Once a process has lost its CUDA context it runs nothing more: its later runs have None. One that dies
+    takes the others with it: the first run without a result has failed, and the rest have None.
+    """
+    if jobs == 1:
+        _make_alive()
+        yield from ((run, _execute_while_alive(run, device)) for run in runs)
+        return
+    runs = list(runs)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_execute_while_alive, run, device) for run in runs]
+        broken = False
+        for run, future in zip(runs, futures, strict=True):
             try:
-                result = execute(run, device)
-            except ContextLost as error:
-                alive = False
-                result = failed(run, device, f"the CUDA context is dead after {error}")
-        yield run, result
+                result = future.result()
+            except BrokenProcessPool as error:
+                result = None if broken else failed(run, device, f"a process died: {error}")
+                broken = True
+            yield run, result
+
+
+_alive = True  # this process's CUDA context is
+
+
+def _make_alive() -> None:
+    global _alive
+    _alive = True
+
+
+def _execute_while_alive(run: Run, device: torch.device) -> Result | None:
+    global _alive
+    if not _alive:
+        return None
+    try:
+        return execute(run, device)
+    except ContextLost as error:
+        _alive = False
+        return failed(run, device, f"the CUDA context is dead after {error}")
 
 
 def _backend(

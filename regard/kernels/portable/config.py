@@ -50,7 +50,7 @@ HOPPER = (
     Row(128, Config(128, 64, 8, 3), Config(32, 128, 8, 3), Config(128, 64, 8, 3)),
     Row(
         256,
-        Config(128, 64, 8, 2),
+        Config(128, 32, 8, 3),
         Config(32, 128, 8, 3),
         Config(128, 32, 8, 3),
         Config(32, 128, 8, 3),
@@ -62,8 +62,10 @@ HOPPER = (
 # Ampere and Blackwell data center: 163 KB and up.
 LARGE_ARCHES = (80, 100, 103)
 LARGE = (
-    Row(64, Config(128, 64, 8, 3), Config(32, 64, 4, 1), Config(64, 64, 8, 2)),
-    Row(128, Config(128, 32, 8, 2), Config(32, 64, 8, 1), Config(64, 64, 8, 1)),
+    Row(64, Config(128, 64, 8, 3), Config(32, 64, 4, 1), Config(64, 64, 8, 2), plain=True),
+    Row(64, Config(64, 64, 4, 2), Config(32, 32, 4, 1), Config(64, 64, 8, 1)),
+    Row(128, Config(128, 32, 8, 2), Config(32, 64, 8, 1), Config(64, 64, 8, 1), plain=True),
+    Row(128, Config(128, 32, 8, 2), Config(64, 32, 8, 1), Config(64, 32, 8, 1)),
     Row(256, Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
     Row(512, Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 )
@@ -77,7 +79,7 @@ SMALL = (
 # float32 on any GPU.
 FLOAT32 = (
     Row(64, Config(64, 32, 8, 2), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
-    Row(128, Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
+    Row(128, Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 8, 1)),
     Row(256, Config(16, 16, 4, 1), Config(16, 32, 8, 1), Config(16, 16, 4, 1)),
     Row(512, Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 )
@@ -87,7 +89,7 @@ FLOAT32 = (
 UNALIGNED = (
     Row(64, Config(32, 32, 8, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     Row(128, Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    Row(256, Config(32, 32, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    Row(256, Config(32, 32, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 4, 1)),
     Row(512, Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 )
 # Triton's interpreter: small tiles, so that small inputs have several.
