@@ -65,7 +65,7 @@ LARGE = (
     Row(64, Config(128, 64, 8, 3), Config(32, 64, 4, 1), Config(64, 64, 8, 2), plain=True),
     Row(64, Config(64, 64, 4, 2), Config(32, 32, 4, 1), Config(64, 64, 8, 1)),
     Row(128, Config(128, 32, 8, 2), Config(32, 64, 8, 1), Config(64, 64, 8, 1), plain=True),
-    Row(128, Config(128, 32, 8, 2), Config(64, 32, 8, 1), Config(64, 32, 8, 1)),
+    Row(128, Config(64, 32, 4, 2), Config(32, 32, 8, 1), Config(32, 64, 8, 1)),
     Row(256, Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
     Row(512, Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 )
