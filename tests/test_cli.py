@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,3 +272,20 @@ def test_two_processes_give_the_same_table(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "--jobs", "0"])
     assert "expected a number of processes >= 1, got '0'" in capsys.readouterr().err
+
+
+def test_a_run_without_room_beside_others_is_run_again_alone(monkeypatch):
+    runs, _ = suite.plan(torch.device("cpu"), "cpu", patterns=["tail-s9"])
+    monkeypatch.setattr(suite, "ProcessPoolExecutor", lambda jobs, context: ThreadPoolExecutor(jobs))
+    seen = []
+
+    def first_crowded(run, device):
+        crowded = run is runs[0] and run not in seen
+        seen.append(run)
+        faults = ["OutOfMemoryError: no room"] if crowded else []
+        return suite.Result(run.scenario.name, run.backend, str(device), run.dtype_name, {}, {}, faults)
+
+    monkeypatch.setattr(suite, "_execute_while_alive", first_crowded)
+    results = list(suite.execute_all(runs, torch.device("cpu"), jobs=2))
+    assert [run for run, _ in results] == [*runs[1:], runs[0]]
+    assert all(result is not None and result.passed for _, result in results)

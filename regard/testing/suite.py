@@ -114,8 +114,9 @@ def failed(run: Run, device: torch.device, message: str) -> Result:
 def execute_all(
     runs: Iterable[Run], device: torch.device, jobs: int = 1
 ) -> Iterator[tuple[Run, Result | None]]:
-    """Each run's result in order, by so many processes at once; 1 is this one.
+    """Each run's result, by so many processes at once; 1 is this one.
 
+    Runs that found the GPU's memory full beside the others come last, alone.
     Once a process has lost its CUDA context it runs nothing more: its later runs have None. One that dies
     takes the others with it: the first run without a result has failed, and the rest have None.
     """
@@ -127,13 +128,18 @@ def execute_all(
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_execute_while_alive, run, device) for run in runs]
         broken = False
+        crowded_out = []
         for run, future in zip(runs, futures, strict=True):
             try:
                 result = future.result()
             except BrokenProcessPool as error:
                 result = None if broken else failed(run, device, f"a process died: {error}")
                 broken = True
-            yield run, result
+            if result is not None and any("OutOfMemoryError" in fault for fault in result.faults):
+                crowded_out.append(run)
+            else:
+                yield run, result
+    yield from execute_all(crowded_out, device)
 
 
 _alive = True  # this process's CUDA context is
