@@ -4,10 +4,13 @@ A tile's head dimension is a sum of powers of two (80 = 64 + 16, 192 = 128 + 64)
 accumulators are tuples with one tensor a chunk, so that no product is padded to the next power of two.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 
 
+@functools.cache
 def split(head_dim: int) -> tuple[int, ...]:
     """The chunks that cover head_dim: one or two powers of two from 16 to 256, the least padded sum.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,27 +23,22 @@ SPARE_ROWS = 128  # the largest block_m of a dkdv configuration
 def forward(p: Problem, x: Inputs, results: Results) -> None:
     """Write out, lse and, where it is wanted, rest."""
     out, lse, rest = results
-    tensors = {"q": x.q, "k": x.k, "v": x.v, "out": out}
-    cfg = config.choose(p, _unit(tensors) > 1).forward
+    unit, tensors = _tensors({"q": x.q, "k": x.k, "v": x.v, "out": out})
+    cfg = config.choose(p, unit > 1).forward
     with launcher.on_device(p.device):
         tiles, table = _query_tiles(p, x, cfg.block_m)
-        _launch(
-            forward_kernel,
-            _programs(p, tiles, p.heads_q),
-            cfg,
-            tensors,
-            _features(p, tensors),
-            _common(p, x, tiles, table),
-            rest_ptr=out if rest is None else rest,
-            lse_ptr=lse,
-            sinks_ptr=lse if x.sinks is None else x.sinks,
-            lse_batch=0 if p.packed else lse.stride(0),
-            lse_head=lse.stride(-2),
-            HAS_SINKS=p.has_sinks,
-            HAS_REST=rest is not None,
-            BLOCK_M=cfg.block_m,
-            BLOCK_N=cfg.block_n,
-        )
+        arguments = {
+            **tensors,
+            **_common(p, x, cfg, unit, tiles, table),
+            "rest_ptr": out if rest is None else rest,
+            "lse_ptr": lse,
+            "sinks_ptr": lse if x.sinks is None else x.sinks,
+            "lse_batch": 0 if p.packed else lse.stride(0),
+            "lse_head": lse.stride(-2),
+            "HAS_SINKS": p.has_sinks,
+            "HAS_REST": rest is not None,
+        }
+        launcher.run(forward_kernel, _programs(p, tiles, p.heads_q), arguments)
 
 
 def backward(p: Problem, x: Inputs, incoming: Incoming, grads: Gradients) -> None:
@@ -57,39 +53,25 @@ def backward(p: Problem, x: Inputs, incoming: Incoming, grads: Gradients) -> Non
         }
         read = {"q": x.q, "k": x.k, "v": x.v, "dout": incoming.dout}
         if grads.dk is not None and grads.dv is not None:
-            tensors = read | {"dk": grads.dk, "dv": grads.dv}
-            row = config.choose(p, _unit(tensors) > 1)
+            unit, tensors = _tensors({**read, "dk": grads.dk, "dv": grads.dv})
+            row = config.choose(p, unit > 1)
             passes = ((row.dkdv, True, row.dv is None), *([] if row.dv is None else [(row.dv, False, True)]))
             for cfg, want_dk, want_dv in passes:
                 tiles, table = _key_tiles(p, x, cfg.block_n)
-                _launch(
-                    dkdv_kernel,
-                    _programs(p, tiles, p.heads_k),
-                    cfg,
-                    tensors,
-                    _features(p, tensors),
-                    _common(p, x, tiles, table),
-                    WANT_DK=want_dk,
-                    WANT_DV=want_dv,
-                    BLOCK_M=cfg.block_m,
-                    BLOCK_N=cfg.block_n,
+                arguments = {
+                    **tensors,
                     **per_row,
-                )
+                    **_common(p, x, cfg, unit, tiles, table),
+                    "WANT_DK": want_dk,
+                    "WANT_DV": want_dv,
+                }
+                launcher.run(dkdv_kernel, _programs(p, tiles, p.heads_k), arguments)
         if grads.dq is not None:
-            tensors = read | {"dq": grads.dq}
-            cfg = config.choose(p, _unit(tensors) > 1).dq
+            unit, tensors = _tensors({**read, "dq": grads.dq})
+            cfg = config.choose(p, unit > 1).dq
             tiles, table = _query_tiles(p, x, cfg.block_m)
-            _launch(
-                dq_kernel,
-                _programs(p, tiles, p.heads_q),
-                cfg,
-                tensors,
-                _features(p, tensors),
-                _common(p, x, tiles, table),
-                BLOCK_M=cfg.block_m,
-                BLOCK_N=cfg.block_n,
-                **per_row,
-            )
+            arguments = {**tensors, **per_row, **_common(p, x, cfg, unit, tiles, table)}
+            launcher.run(dq_kernel, _programs(p, tiles, p.heads_q), arguments)
     if grads.dsinks is not None and x.sinks is not None:
         lse_log2, delta = stats[..., : p.seqlen_q].unbind()
         heads = (p.heads_q, 1)
@@ -107,19 +89,17 @@ def _stats(p: Problem, incoming: Incoming) -> Tensor:
     padded = triton.cdiv(p.seqlen_q + SPARE_ROWS, STATS_UNIT.value) * STATS_UNIT.value
     stats = lse.new_empty((2, *lse.shape[:-1], padded))
     out, rest, dout = incoming.out, incoming.rest, incoming.dout
-    tensors = {"out": out, "dout": dout}
+    unit, tensors = _tensors({"out": out, "dout": dout})
     # A program holds its rows of out and dout in registers, a pointer an element where they are unaligned.
-    block = 64 if _unit(tensors) > 1 and p.head_dim_v <= 256 else 16
+    block = 64 if unit > 1 and p.head_dim_v <= 256 else 16
     tiles = triton.cdiv(padded, block)
     batch = 1 if p.packed else p.batch
     strides = (
         (0, 0, 0) if dlse is None else (0 if p.packed else dlse.stride(0), dlse.stride(-1), dlse.stride(-2))
     )
-    unit, per_tensor = _strides(tensors)
-    arguments = per_tensor | {
-        "out_ptr": out,
+    arguments = {
+        **tensors,
         "rest_ptr": out if rest is None else rest,
-        "dout_ptr": dout,
         "lse_ptr": lse,
         "dlse_ptr": lse if dlse is None else dlse,
         "stats_ptr": stats,
@@ -143,24 +123,13 @@ def _stats(p: Problem, incoming: Incoming) -> Tensor:
     return stats
 
 
-def _launch(
-    kernel: Any,
-    programs: int,
-    cfg: config.Config,
-    tensors: dict[str, Tensor],
-    *arguments: dict[str, Any],
-    **more: Any,
-) -> None:
-    merged = {f"{name}_ptr": t for name, t in tensors.items()} | more
-    for part in arguments:
-        merged |= part
-    launcher.run(kernel, programs, merged | {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages})
-
-
-def _common(p: Problem, x: Inputs, tiles: int, table: Tensor | None) -> dict[str, Any]:
-    """What every kernel takes at run time: where tiles lie, lengths, the score's numbers."""
+def _common(
+    p: Problem, x: Inputs, cfg: config.Config, unit: int, tiles: int, table: Tensor | None
+) -> dict[str, Any]:
+    """What every kernel of tiles takes. In capitals what it is compiled for: nothing that data decides."""
     nothing = x.q  # stands in for a pointer that no feature reads
     far = p.seqlen_q + p.seqlen_k  # a window wider than this sees everything: kept within int32
+    tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return {
         "table_ptr": nothing if table is None else table,
         "used_q_ptr": nothing if x.seqused_q is None else x.seqused_q,
@@ -174,18 +143,10 @@ def _common(p: Problem, x: Inputs, tiles: int, table: Tensor | None) -> dict[str
         "softcap": p.softcap,
         "left": 0 if p.window_left is None else min(p.window_left, far),
         "right": 0 if p.window_right is None else min(p.window_right, far),
+        "UNIT": unit,
         "PACKED": p.packed,
         "HAS_USED_Q": x.seqused_q is not None,
         "HAS_USED_K": x.seqused_k is not None,
-    }
-
-
-def _features(p: Problem, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What a kernel is compiled for: alignment, masks, head dims, precision. Nothing that data decides."""
-    unit, strides = _strides(tensors)
-    tf32 = p.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return strides | {
-        "UNIT": unit,
         "HAS_LEFT": p.window_left is not None,
         "HAS_RIGHT": p.window_right is not None,
         "HAS_SOFTCAP": p.softcap > 0,
@@ -194,33 +155,41 @@ def _features(p: Problem, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "HEAD_DIM": p.head_dim,
         "HEAD_DIM_V": p.head_dim_v,
         "PRECISION": "tf32" if tf32 else "ieee",
+        "BLOCK_M": cfg.block_m,
+        "BLOCK_N": cfg.block_n,
+        "num_warps": cfg.num_warps,
+        "num_stages": cfg.num_stages,
     }
 
 
-def _unit(tensors: dict[str, Tensor]) -> int:
-    """16 bytes of elements where every row of every tensor begins at a multiple of 16 bytes, else 1."""
-    width = 16 // next(iter(tensors.values())).element_size()
-    aligned = all(
-        t.data_ptr() % 16 == 0 and all(stride % width == 0 for stride in _row_strides(t))
-        for t in tensors.values()
-    )
-    return width if aligned else 1
+def _tensors(named: dict[str, Tensor]) -> tuple[int, dict[str, Any]]:
+    """UNIT, the one thing about strides that a kernel is compiled for; pointers and strides in units of it.
+
+    It is 16 bytes of elements where every row of every tensor begins at a multiple of 16 bytes, else 1.
+    """
+    # (batch, row, head) in elements; a packed tensor has no batch.
+    strides = {name: (0, *t.stride()[:-1])[-3:] for name, t in named.items()}
+    pointers = steps = 0  # or'ed together: a power of two divides them all iff it divides this
+    for name, t in named.items():
+        pointers |= t.data_ptr()
+        batch, row, head = strides[name]
+        steps |= batch | row | head
+    width = 16 // t.element_size()
+    unit = width if pointers % 16 == 0 and steps % width == 0 else 1
+    arguments: dict[str, Any] = {}
+    for name, (batch, row, head) in strides.items():
+        pointer_name, batch_name, row_name, head_name = _parameters(name)
+        arguments[pointer_name] = named[name]
+        arguments[batch_name] = batch // unit
+        arguments[row_name] = row // unit
+        arguments[head_name] = head // unit
+    return unit, arguments
 
 
-def _row_strides(t: Tensor) -> tuple[int, int, int]:
-    """(batch, row, head) in elements; a packed tensor has no batch."""
-    return 0 if t.dim() == 3 else t.stride(0), t.stride(-3), t.stride(-2)
-
-
-def _strides(tensors: dict[str, Tensor]) -> tuple[int, dict[str, int]]:
-    """UNIT, the one thing about strides that a kernel is compiled for, and the strides in units of it."""
-    unit = _unit(tensors)
-    names = ("batch", "row", "head")
-    return unit, {
-        f"{t}_{n}": s // unit
-        for t, tensor in tensors.items()
-        for n, s in zip(names, _row_strides(tensor), strict=True)
-    }
+@functools.cache
+def _parameters(tensor: str) -> tuple[str, str, str, str]:
+    """What kernels call a tensor's pointer and strides."""
+    return f"{tensor}_ptr", f"{tensor}_batch", f"{tensor}_row", f"{tensor}_head"
 
 
 def _query_tiles(p: Problem, x: Inputs, block: int) -> tuple[int, Tensor | None]:
