@@ -6,6 +6,7 @@ supports a problem serves it; a named one never falls back.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
@@ -78,6 +79,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@functools.cache
 def load(name: str) -> Backend:
     """The backend's module. Kernels are imported at the first use, not with the package."""
     return cast(Backend, importlib.import_module(f"regard.kernels.{name}"))

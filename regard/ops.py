@@ -250,6 +250,8 @@ def empty_gradients(
 
 def empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """An uninitialised dense tensor of `shape` whose dimensions lie in memory in `like`'s order."""
+    if like.is_contiguous():
+        return like.new_empty(shape)
     strides = like.stride()
     last = like.dim() - 1
     order = [*sorted(range(last), key=lambda i: -strides[i]), last]

@@ -97,17 +97,19 @@ def build(
 ) -> Problem:
     """The Problem of inputs that `describe` has already passed. Checks nothing."""
     q, k, v = inputs.q, inputs.k, inputs.v
+    seqlen_q, heads_q, head_dim = q.shape[-3:]
+    seqlen_k, heads_k, _ = k.shape[-3:]
     packed = inputs.cu_seqlens_q is not None
     return Problem(
         device=q.device,
         dtype=q.dtype,
         packed=packed,
         batch=inputs.cu_seqlens_q.shape[0] - 1 if inputs.cu_seqlens_q is not None else q.shape[0],
-        seqlen_q=q.shape[-3],
-        seqlen_k=k.shape[-3],
-        heads_q=q.shape[-2],
-        heads_k=k.shape[-2],
-        head_dim=q.shape[-1],
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        head_dim=head_dim,
         head_dim_v=v.shape[-1],
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -168,24 +170,25 @@ def _check_qkv(inputs: Inputs, packed: bool) -> None:
         if t.layout != torch.strided or t.is_nested:
             got = "a nested tensor" if t.is_nested else f"layout {t.layout}"
             _refuse(TypeError, name, got, "a dense strided tensor")
-        if t.dim() != rank:
+        shape = t.shape
+        if len(shape) != rank:
             hint = (
                 "packed input goes through attention_varlen"
                 if not packed
                 else "dense input goes through attention"
             )
-            _refuse(ValueError, name, f"shape {tuple(t.shape)}", f"{rank} dimensions {layout}", hint)
+            _refuse(ValueError, name, f"shape {tuple(shape)}", f"{rank} dimensions {layout}", hint)
         if t.dtype not in DTYPES:
             _refuse(TypeError, name, t.dtype, "float16, bfloat16, float32 or float64")
         if t.dtype != q.dtype:
             _refuse(TypeError, name, t.dtype, f"q's dtype {q.dtype}", "cast q, k and v to one dtype")
         if t.device != q.device:
             _refuse(ValueError, name, f"device {t.device}", f"q's device {q.device}")
-        if t.shape[-1] < 1 or t.shape[-1] > MAX_HEAD_DIM:
-            _refuse(ValueError, name, f"head dim {t.shape[-1]}", f"a head dim of 1 to {MAX_HEAD_DIM}")
-        if t.shape[-2] < 1:
-            _refuse(ValueError, name, f"shape {tuple(t.shape)}", "at least one head")
-        if t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel() > 0:
+        if shape[-1] < 1 or shape[-1] > MAX_HEAD_DIM:
+            _refuse(ValueError, name, f"head dim {shape[-1]}", f"a head dim of 1 to {MAX_HEAD_DIM}")
+        if shape[-2] < 1:
+            _refuse(ValueError, name, f"shape {tuple(shape)}", "at least one head")
+        if t.stride(-1) != 1 and shape[-1] > 1 and t.numel() > 0:
             _refuse(
                 ValueError,
                 name,
@@ -310,6 +313,8 @@ def check_values(problem: Problem, inputs: Inputs) -> None:
     for side, rows in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
         cu = inputs.cu_seqlens_q if side == "q" else inputs.cu_seqlens_k
         used = inputs.seqused_q if side == "q" else inputs.seqused_k
+        if cu is None and used is None:
+            continue
         room = torch.full((problem.batch,), rows, dtype=torch.int64)
         if cu is not None:
             name = f"cu_seqlens_{side}"

@@ -9,11 +9,19 @@ import torch
 
 
 def run(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Launch `programs` programs of a Triton kernel in x, unless there is nothing to do."""
+    """Launch `programs` programs of a Triton kernel in x, unless there is nothing to do.
+
+    arguments: one a parameter of the kernel, by name, and Triton's options. Parameters go by position: by
+    name, Triton copies all 50 three times on the way, 5 of a launch's 20 µs.
+    """
     if programs > 0:
-        kernel[(programs,)](**arguments)
+        options = dict(arguments)
+        positional = [options.pop(name) for name in kernel.arg_names]
+        kernel[(programs,)](*positional, **options)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device: make it the tensors' (a no-op for CPU tensors)."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    """Triton launches on the current device: make it the tensors', where it is not."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
