@@ -50,13 +50,13 @@ HOPPER = (
     Row(128, Config(128, 64, 8, 3), Config(32, 128, 8, 3), Config(128, 64, 8, 3)),
     Row(
         256,
-        Config(128, 32, 8, 3),
+        Config(128, 64, 8, 2),
         Config(32, 128, 8, 3),
         Config(128, 32, 8, 3),
         Config(32, 128, 8, 3),
         plain=True,
     ),
-    Row(256, Config(128, 64, 8, 2), Config(32, 128, 8, 2), Config(128, 32, 8, 3), Config(32, 128, 8, 3)),
+    Row(256, Config(64, 32, 8, 3), Config(32, 128, 8, 2), Config(128, 32, 8, 3), Config(32, 128, 8, 3)),
     Row(512, Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 )
 # Ampere and Blackwell data center: 163 KB and up.
@@ -66,14 +66,14 @@ LARGE = (
     Row(64, Config(64, 64, 4, 2), Config(32, 32, 4, 1), Config(64, 64, 8, 1)),
     Row(128, Config(128, 32, 8, 2), Config(32, 64, 8, 1), Config(64, 64, 8, 1), plain=True),
     Row(128, Config(64, 32, 4, 2), Config(32, 32, 8, 1), Config(32, 64, 8, 1)),
-    Row(256, Config(64, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
+    Row(256, Config(32, 64, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
     Row(512, Config(32, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 )
 # GeForce and the like: 99 KB.
 SMALL = (
     Row(64, Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 64, 4, 1)),
-    Row(128, Config(64, 32, 4, 2), Config(32, 64, 8, 1), Config(64, 32, 4, 1)),
-    Row(256, Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    Row(128, Config(64, 32, 8, 2), Config(32, 64, 8, 1), Config(64, 32, 4, 1)),
+    Row(256, Config(32, 32, 8, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     Row(512, Config(16, 16, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
 )
 # float32 on any GPU.

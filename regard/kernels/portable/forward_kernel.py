@@ -46,7 +46,7 @@ def attend(
     """
     tile = tl.arange(0, BLOCK_N)
     ROUNDED: tl.constexpr = q[0].dtype != tl.float32
-    ones = tl.full([BLOCK_N, 8], 1.0, q[0].dtype)
+    ones = (tl.full([BLOCK_N, 8], 1.0, q[0].dtype),)
     for j in range(begin, end):
         first = j * BLOCK_N
         remaining = used_k - first
@@ -63,8 +63,8 @@ def attend(
         v = chunks.load(v_base + first * v_row, tile, v_row, remaining, CHUNKS_V, HEAD_DIM_V, not EDGE)
         weights = p.to(v[0].dtype)
         if ROUNDED:
-            w_i = tl.dot(weights, ones, w_i * alpha[:, None])
-        acc = chunks.accumulate(chunks.scale(acc, alpha), weights, v, PRECISION)
+            w_i = chunks.rescale_and_add(w_i, alpha, weights, ones, PRECISION)
+        acc = chunks.rescale_and_add(acc, alpha, weights, v, PRECISION)
     return acc, m_i, l_i, w_i
 
 
@@ -114,7 +114,7 @@ def forward_kernel(
     acc = chunks.zeros(BLOCK_M, CHUNKS_V)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    w_i = tl.zeros([BLOCK_M, 8], tl.float32)
+    w_i = (tl.zeros([BLOCK_M, 8], tl.float32),)
 
     offset = used_k - used_q
     last = tl.minimum(first + BLOCK_M, used_q) - 1
@@ -143,7 +143,7 @@ def forward_kernel(
     sink = 0.0
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head)
-    weight = l_i if q[0].dtype == tl.float32 else tl.max(w_i, 1)  # its 8 columns are equal
+    weight = l_i if q[0].dtype == tl.float32 else tl.max(w_i[0], 1)  # its 8 columns are equal
     factor, lse = softmax.finish(m_i, l_i, weight, sink, rows < used_q, HAS_SINKS)
     tl.store(lse_base + rows, lse, mask=rows < length)
     tile = tl.arange(0, BLOCK_M)
