@@ -196,7 +196,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not isinstance(first, Tensor):
         return tensors
     device = first.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Not torch.amp.is_autocast_available: torch.compile of PyTorch 2.11 cannot trace it.
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
