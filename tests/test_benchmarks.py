@@ -407,7 +407,7 @@ def test_the_smoke_suite_from_the_command_line(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(path.read_text())["rows"]
