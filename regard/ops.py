@@ -151,6 +151,7 @@ def _define(
     operator = getattr(torch.ops.regard, name).default
 
     def autograd(*arguments: Any) -> tuple[Tensor, ...]:
+        _refuse_tangents(*(t for t in arguments if isinstance(t, Tensor)))
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             results: tuple[Tensor, ...] = function.apply(*arguments)  # type: ignore[no-untyped-call]
             return results
@@ -172,7 +173,7 @@ def _below_autograd(operator: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        results = _below_autograd(_forward, arguments)
+        results = _below_autograd(_forward, (*arguments[:-1], True))
         ctx.arguments = arguments[8:-1]
         ctx.save_for_backward(*arguments[:8], *results)
         ctx.mark_non_differentiable(results[2])

@@ -279,7 +279,7 @@ def _window_side(window_size: Any, index: int) -> int | None:
     side = window_size[index]
     if side is None:
         return None
-    if isinstance(side, (bool, float)) or not hasattr(side, "__index__"):
+    if not _is_integer(side):
         _refuse(TypeError, "window_size", repr(window_size), "integers or None")
     side = operator.index(side)
     if side < 0:
@@ -287,22 +287,28 @@ def _window_side(window_size: Any, index: int) -> int | None:
     return side
 
 
+def _is_integer(value: Any) -> bool:
+    # int first: torch.compile cannot ask a number that it keeps symbolic for its attributes.
+    return not isinstance(value, (bool, float)) and (isinstance(value, int) or hasattr(value, "__index__"))
+
+
 def _positive(name: str, value: Any, *, default: float, zero_is_off: bool = False) -> float:
     if value is None:
         return default
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__float__"):
+    is_number = isinstance(value, (int, float)) or hasattr(value, "__float__")  # in this order: _is_integer
+    if isinstance(value, (bool, Tensor)) or not is_number:
         _refuse(TypeError, name, type(value).__name__, "a Python number or None")
     number = float(value)
     if zero_is_off and number == 0:
         return 0.0
-    if not math.isfinite(number) or number <= 0:
+    if not 0 < number < math.inf:  # NaN fails both
         _refuse(ValueError, name, number, "a finite number > 0", "None means the default")
     return number
 
 
 def check_hint(name: str, value: Any) -> None:
     """max_seqlen_q and max_seqlen_k are accepted as hints: checked, never needed."""
-    if value is not None and (isinstance(value, (bool, float)) or not hasattr(value, "__index__")):
+    if value is not None and not _is_integer(value):
         _refuse(TypeError, name, repr(value), "an integer or None")
 
 

@@ -141,6 +141,27 @@ def test_compile(dynamic: bool, device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
+def test_compile_with_numbers_that_vary(device: torch.device) -> None:
+    """torch.compile keeps a number symbolic from its second value on."""
+    a = draw(device, packed=True)
+
+    def call(a: dict[str, Any], length: int, factor: float) -> Tensor:
+        out: Tensor = regard.attention_varlen(
+            **a,
+            max_seqlen_q=length,
+            max_seqlen_k=length,
+            window_size=(length, None),
+            softmax_scale=factor,
+            softcap=2 * factor,
+        )
+        return out
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for length, factor in ((7, 0.5), (9, 0.75), (12, 1.5)):
+        same((compiled(a, length, factor),), (call(a, length, factor),))
+
+
+@pytest.mark.usefixtures("fresh")
 @both
 def test_compile_with_inductor(packed: bool, device: torch.device) -> None:
     """The operators alone, on a view that is not contiguous: nothing here that needs a C++ compiler."""
@@ -211,6 +232,18 @@ def test_forward_mode_is_refused(packed: bool, name: str, device: torch.device) 
             a[name] = forward_ad.make_dual(a[name], torch.ones_like(a[name]))
             with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
                 attend(a)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_forward_mode_of_a_compiled_call_is_refused(device: torch.device) -> None:
+    """The operator refuses by itself: a graph calls it without what stands before it."""
+    a = {n: t.detach() for n, t in draw(device).items()}
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    compiled(a)
+    with forward_ad.dual_level():
+        a["q"] = forward_ad.make_dual(a["q"], torch.ones_like(a["q"]))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            compiled(a)
 
 
 def test_forward_mode_through_the_backward_is_refused(device: torch.device) -> None:
@@ -343,6 +376,29 @@ def test_vmap(shared: bool, device: torch.device) -> None:
         for i in range(3)
     ]
     same(found, tuple(torch.stack(parts) for parts in zip(*each, strict=True)))
+
+
+def test_rest_is_kept_whenever_autograd_is_there(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only where the caller saw it: under vmap over a tensor from outside, or in an exported graph."""
+    backend = dispatch.load("cpu" if device.type == "cpu" else "portable")
+    right, knows_rest = backend.forward, backend.KEEPS_REST
+    kept = []
+
+    def forward(problem: Problem, inputs: Inputs, results: dispatch.Results) -> None:
+        kept.append(results.rest is not None)
+        right(problem, inputs, results if knows_rest else results._replace(rest=None))
+
+    monkeypatch.setattr(backend, "forward", forward)
+    monkeypatch.setattr(backend, "KEEPS_REST", True)
+    q, k, v = (torch.randn(2, 5, 2, 8, device=device, dtype=torch.bfloat16) for _ in range(3))
+    q.requires_grad_()
+    torch.func.vmap(lambda q: regard.attention(q, k, v))(q[None])
+    arguments = (k, v, *[None] * 5, 0.5, 0.0, None, None, False, None, False)
+    torch.ops.regard.attention(q, *arguments)
+    torch.ops.regard.attention(q.detach(), *arguments)
+    assert kept == [True, True, False]
 
 
 def test_batched_gradients(device: torch.device) -> None:
