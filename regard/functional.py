@@ -39,7 +39,7 @@ def attention(
         causal: row i sees key j iff j <= i + sk - sq (bottom-right aligned).
         window_size: (left, right) keys around the diagonal, edges inclusive: row i sees key j iff
             i + sk - sq - left <= j <= i + sk - sq + right. None is unlimited. Composes with causal by and.
-        softmax_scale: factor of q·k, > 0; default d ** -0.5.
+        softmax_scale: factor of q·k, 1e-37 to 1e38; default d ** -0.5.
         softcap: c > 0 makes scores c * tanh(score / c); None or 0 is off.
         sinks: (hq,), a logit a query head that joins the softmax's denominator only.
         seqused_q: (b,) int32. Rows past it do not exist: out 0, lse -inf, gradient 0.

@@ -18,6 +18,8 @@ from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 512
+SMALLEST, LARGEST = 1e-37, 1e38  # what float32 holds, and still holds times log2(e)
+MAX_WINDOW = 2**62  # wider than any tensor is long, and an operator's integers have 64 bits
 
 
 class Inputs(NamedTuple):
@@ -284,7 +286,7 @@ def _window_side(window_size: Any, index: int) -> int | None:
     side = operator.index(side)
     if side < 0:
         _refuse(ValueError, "window_size", repr(window_size), "numbers of keys >= 0", "None means unlimited")
-    return side
+    return min(side, MAX_WINDOW)
 
 
 def _is_integer(value: Any) -> bool:
@@ -303,6 +305,8 @@ def _positive(name: str, value: Any, *, default: float, zero_is_off: bool = Fals
         return 0.0
     if not 0 < number < math.inf:  # NaN fails both
         _refuse(ValueError, name, number, "a finite number > 0", "None means the default")
+    if not SMALLEST <= number <= LARGEST:
+        _refuse(ValueError, name, number, f"a number from {SMALLEST} to {LARGEST}")
     return number
 
 

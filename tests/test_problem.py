@@ -245,6 +245,11 @@ OPTIONS = [
         for value in values
     ),
     *(
+        Bad(n, value, ValueError, str(value), "a number from 1e-37 to 1e+38")
+        for n in ("softmax_scale", "softcap")
+        for value in (2e38, 1e300, 1e-38, 1e-320)
+    ),
+    *(
         Bad(n, value, TypeError, type(value).__name__, "a Python number or None")
         for n in ("softmax_scale", "softcap")
         for value in (True, "1", torch.tensor(1.0), 1j)
@@ -387,3 +392,9 @@ def test_lengths_on_another_device_than_the_cpu_are_not_read() -> None:
     problem.check_values(asked, problem.Inputs(**arguments))
     assert (asked.batch, asked.group, asked.lse_shape) == (2, 2, (4, 10))
     assert (asked.window_left, asked.window_right, asked.softmax_scale) == (3, 0, 8**-0.5)
+
+
+def test_a_window_wider_than_an_operators_integers_sees_everything() -> None:
+    q = torch.randn(1, 5, 2, 8)
+    wide = regard.attention(q, q, q, window_size=(2**70, 2**63))
+    assert torch.equal(wide, regard.attention(q, q, q))
