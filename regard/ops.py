@@ -24,9 +24,7 @@ from regard.problem import Inputs, Problem, build, check_values
 
 def attention(problem: Problem, inputs: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     """(out, lse) of a described call, differentiable."""
-    _refuse_tangents(*inputs[:4])
     p = problem
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs[:4] if t is not None)
     out, lse, _ = _forward(
         *inputs,
         p.softmax_scale,
@@ -35,7 +33,7 @@ def attention(problem: Problem, inputs: Inputs, backend: str | None) -> tuple[Te
         p.window_right,
         p.deterministic,
         backend,
-        differentiable,
+        False,  # differentiable: `_Attention` alone knows
     )
     return out, lse
 
@@ -101,18 +99,31 @@ def _differentiate(
     deterministic: bool,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, v = _unit_rows(q, k, v)
     inputs = Inputs(q, k, v, sinks, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     problem = build(inputs, softmax_scale, softcap, window_left, window_right, deterministic)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    if dout.stride(-1) != 1:  # an expanded or transposed gradient: the one copy, documented
-        dout = dout.contiguous()
     served_by = dispatch.load(dispatch.select(problem, backend))
     grads = empty_gradients(inputs, needs_dq, needs_dkv, needs_dsinks)
-    incoming = dispatch.Incoming(out, lse, rest if rest.shape == out.shape else None, dout, dlse)
+    incoming = _incoming(out, lse, rest, dout, dlse)
     with _no_autocast(q.device.type):
         served_by.backward(problem, inputs, incoming, grads)
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
+
+
+def _incoming(
+    out: Tensor, lse: Tensor, rest: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> dispatch.Incoming:
+    """What a backward starts from, laid out as backends read it; an expanded dout is copied, documented."""
+    out, dout = _unit_rows(out, torch.zeros_like(out) if dout is None else dout)
+    kept = rest if rest.shape == out.shape else None
+    if kept is not None and kept.stride() != out.stride():
+        kept = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(kept)
+    return dispatch.Incoming(out, lse.contiguous(), kept, dout, dlse)
+
+
+def _unit_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each with a last stride of 1: a saved-tensor hook may hand back a tensor laid out otherwise."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
 def _differentiate_fake(
@@ -151,7 +162,7 @@ def _define(
     operator = getattr(torch.ops.regard, name).default
 
     def autograd(*arguments: Any) -> tuple[Tensor, ...]:
-        _refuse_tangents(*(t for t in arguments if isinstance(t, Tensor)))
+        _refuse_tangents(arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             results: tuple[Tensor, ...] = function.apply(*arguments)  # type: ignore[no-untyped-call]
             return results
@@ -183,7 +194,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         dout, dlse, _ = incoming
-        _refuse_tangents(dout, dlse)
         *tensors, out, lse, rest = ctx.saved_tensors
         needs_dq, needs_dk, needs_dv, needs_dsinks = ctx.needs_input_grad[:4]
         needs_dkv = needs_dk or needs_dv
@@ -209,10 +219,10 @@ class _AttentionBackward(torch.autograd.Function):
         raise NotImplementedError("regard's attention is differentiated once: no second derivatives")
 
 
-def _refuse_tangents(*tensors: Tensor | None) -> None:
+def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
     """PyTorch would drop a tangent at an operator without a rule for it, and call the derivative 0."""
-    for t in tensors:
-        if t is not None and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+    for t in arguments:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise NotImplementedError("regard's attention has no forward-mode derivative: use reverse mode")
 
 

@@ -295,6 +295,22 @@ def test_gradients_through_out_and_lse_add_up(packed: bool, device: torch.device
 
 
 @both
+def test_saved_tensors_may_come_back_with_any_strides(packed: bool, device: torch.device) -> None:
+    """A hook keeps the values, not the layout: of q, k, v, out, lse and what bfloat16 rounds off out."""
+    names = ("q", "k", "v", "sinks")
+    a = {
+        n: t.detach().to(torch.float16 if n in names[:3] else t.dtype).requires_grad_(n in names)
+        for n, t in draw(device, packed=packed).items()
+    }
+    plain = gradients(loss(*attend(a)), a)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t
+    ):
+        result = loss(*attend(a))
+        same(gradients(result, a), plain)
+
+
+@both
 def test_a_gradient_may_arrive_with_any_strides(
     packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
